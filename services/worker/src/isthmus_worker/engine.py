@@ -1,0 +1,169 @@
+"""Seam 1: the engine as the hub sees it, at request level.
+
+There is no schedule and no step in this interface: the reference engine and the mock run their loop in a child process,
+vLLM owns its own. The hub is torch-free and runs on one event loop; every method here returns quickly or awaits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvtransfer.ports import Holder, RequestKey, TraceContext, TransferStats
+
+
+class RequestType(Enum):
+    """Which leg of a request this is. Values are those of `isthmus.v1.RequestType`."""
+
+    CONTEXT_ONLY = 1
+    GENERATION_ONLY = 2
+    CONTEXT_AND_GENERATION = 3
+
+
+class FinishReason(Enum):
+    """Why a request ended. Values are those of `isthmus.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Greedy decoding: at most `max_tokens` (>= 1, the first token counts), ended by any of `stop_token_ids`."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPhase:
+    """The context leg's result: what a generation leg needs to fetch the cache and go on."""
+
+    key: RequestKey
+    first_tokens: tuple[int, ...]
+    prompt_tokens: int
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One leg of a request. `context_phase` is set exactly when `request_type` is GENERATION_ONLY."""
+
+    key: RequestKey
+    request_type: RequestType
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    context_phase: ContextPhase | None = None
+    trace: TraceContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """How the cache of one request moved. `total` in seconds: from asking for it to the complete manifest."""
+
+    stats: TransferStats
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class LegReport:
+    """Where the time of one leg went, in seconds. None = did not happen."""
+
+    context_queue: float | None = None
+    prefill: float | None = None
+    handoff: HandoffReport | None = None
+    generation_queue: float | None = None
+    decode: float | None = None
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens. A generation leg does not repeat the context leg's first tokens."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReady:
+    """A context leg is done and its pages are held. Last event of the leg."""
+
+    first_tokens: tuple[int, ...]
+    report: LegReport
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request has ended. Last event of the leg."""
+
+    reason: FinishReason
+    report: LegReport
+
+
+EngineOutput = Tokens | ContextReady | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What an engine tells about itself once it can work."""
+
+    name: str
+    max_model_len: int
+    tokens_per_block: int
+    total_blocks: int
+    vocab_size: int
+    weights_digest: bytes
+    attention_digest: bytes
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of an engine, as `isthmus.v1.InstanceLoad`."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    held_handoffs: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    in_doubt_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """Blocks became reusable (`stored`) or stopped being so. Keys as `isthmus_core.block_keys` makes them."""
+
+    stored: tuple[bytes, ...] = field(default_factory=tuple)
+    removed: tuple[bytes, ...] = field(default_factory=tuple)
+
+
+class Engine(Protocol):
+    """One model replica. All calls come from the hub's event loop.
+
+    Contract
+    - `start` returns when the engine can work; it raises `isthmus_core.errors.IsthmusError` with the reason otherwise.
+    - `submit` validates the request at once (raises `InvalidRequest`, `DuplicateRequest`, `Overloaded`, …) and returns
+      the leg's events: any number of `Tokens`, then exactly one `ContextReady` or `Finished`; or the iterator raises an
+      `IsthmusError`. The key is live from `submit` until the engine holds nothing of it.
+    - Closing the iterator early, or `abort`, cancels the leg. Neither waits: pages that a peer may still write are kept
+      until they are settled, and `load` counts them.
+    - After ContextReady the pages of the request stay held until the hand-off is over, expires, or `abort` withdraws it.
+    - `drain` stops admission and returns when nothing is left, or raises TimeoutError after `deadline_s`.
+    - `stop` ends the engine and reaps its processes; running requests fail with `WorkerLost`.
+    """
+
+    async def start(self) -> EngineDescription: ...
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]: ...
+
+    def abort(self, key: RequestKey) -> None: ...
+
+    async def drain(self, deadline_s: float) -> None: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def kv_events(self) -> AsyncIterator[KvEvent]: ...
+
+    async def stop(self) -> None: ...
