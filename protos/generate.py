@@ -75,7 +75,8 @@ def _compile(root: Path, out: Path) -> None:
     descriptors = out / "descriptors.binpb"
     flags = [f"-I{root}", f"-I{well_known}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
     absolute = [str(root / source) for source in sources]
-    if protoc.main(["protoc", *flags, f"--descriptor_set_out={descriptors}", *absolute]) != 0:
+    command = ["protoc", *flags, f"--descriptor_set_out={descriptors}", *absolute]
+    if protoc.main(command) != 0:  # pyright: ignore[reportUnknownMemberType]
         raise RuntimeError("protoc failed; its message is above")
     files = FileDescriptorSet.FromString(descriptors.read_bytes()).file
     descriptors.unlink()

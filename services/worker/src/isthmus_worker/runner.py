@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from isthmus_core.errors import InternalError
+
 if TYPE_CHECKING:
     import numpy as np
-    from kvtransfer.page_table import PageTable
     from numpy.typing import NDArray
+
+    from kvtransfer.page_table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,18 @@ class BatchRow:
     want_token: bool
 
 
+class NonFiniteLogits(InternalError):
+    """A step computed no usable logits for the rows (indexes into the batch) in `rows`: NaN or overflow.
+
+    The step itself is complete: `tokens` is what `execute` would have returned, with -1 for the bad rows as well.
+    """
+
+    def __init__(self, rows: list[int], tokens: list[int]) -> None:
+        super().__init__(f"the model computed logits that are not finite for rows {rows} of the batch")
+        self.rows = rows
+        self.tokens = tokens
+
+
 class ModelRunner(Protocol):
     """One rank's model and KV memory. Everything is called from the executor thread.
 
@@ -50,7 +65,8 @@ class ModelRunner(Protocol):
     - `allocate_cache(num_blocks)` is called exactly once and returns the page table of the memory it made. The memory
       never moves and outlives the transfer agent. Blocks are zeroed.
     - `execute(rows)` computes one step. Returns one token id per row, in order, -1 where `want_token` is False. Every
-      K/V write of the step is complete (on the host's clock) when it returns.
+      K/V write of the step is complete (on the host's clock) when it returns. Raises `NonFiniteLogits` when the model
+      has no answer for some rows; the other rows are good.
     - `warm_up()` runs once after `allocate_cache` and leaves the cache zeroed.
     """
 

@@ -1,0 +1,4 @@
+"""Engine-agnostic KV-cache transfer: geometry, planning, agents, sessions, transceiver.
+
+Knows nothing of the services.
+"""

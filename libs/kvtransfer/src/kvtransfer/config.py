@@ -1,0 +1,45 @@
+"""What the transfer can be told. Frozen; the worker maps its own configuration onto it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtransfer.errors import TransferConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Durations in seconds. Raises TransferConfigError naming the field.
+
+    backend             registry name of the transfer agent; no default: a path nobody chose may be 1000 times slower
+    timeout_s           receive: KvRequest sent until the manifest must be complete
+    handoff_hold_s      context: how long offered pages wait for somebody to ask for them
+    drain_s             measured drain time of the fabric: after a writer's exit report nothing lands later than this
+    ping_s              quiet time after which a stream is probed; three silent probes make it suspect
+    max_open_requests   attempts one peer may have open at once (the smaller of both sides counts)
+    max_block_ids       block ids in one KvRequest (the smaller of both sides counts)
+    max_finished        finished attempts a context hub remembers, so that retries and Reconcile get the recorded answer
+    """
+
+    backend: str
+    timeout_s: float = 30.0
+    handoff_hold_s: float = 30.0
+    drain_s: float = 0.2
+    ping_s: float = 5.0
+    max_open_requests: int = 1024
+    max_block_ids: int = 1 << 18
+    max_finished: int = 4096
+
+    def __post_init__(self) -> None:
+        if not self.backend:
+            raise TransferConfigError("backend", self.backend, 'name one, for example "nixl"')
+        for name in ("timeout_s", "handoff_hold_s", "ping_s"):
+            seconds: float = getattr(self, name)
+            if not 0 < seconds <= 86400:
+                raise TransferConfigError(name, seconds, "must be above 0 and at most 86400 seconds")
+        if not 0 <= self.drain_s <= 60:
+            raise TransferConfigError("drain_s", self.drain_s, "must lie in [0, 60] seconds")
+        for name in ("max_open_requests", "max_block_ids", "max_finished"):
+            number: int = getattr(self, name)
+            if not 0 < number < 1 << 31:
+                raise TransferConfigError(name, number, "must lie in [1, 2^31)")

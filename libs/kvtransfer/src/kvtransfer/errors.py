@@ -1,0 +1,83 @@
+"""One tree of errors. Callers branch on the type, never on the text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvtransfer.ports import Incompatibility
+
+
+class KVTransferError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class GeometryError(KVTransferError):
+    """A description of storage or topology contradicts itself. Names the field and its value."""
+
+    def __init__(self, field: str, value: object, problem: str) -> None:
+        super().__init__(f"{field} = {value}: {problem}")
+        self.field = field
+        self.value = value
+        self.problem = problem
+
+
+class TransferConfigError(KVTransferError):
+    """A setting of the transfer can not work. Names the field, its value and what would be accepted."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"transfer.{field} = {value!r}: {remedy}")
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+
+
+class WireError(KVTransferError):
+    """A message of a peer is malformed. Names the field; the message must not be used, not even partly."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class PeerIncompatible(KVTransferError):
+    """Two instances can not work together. Carries every reason, not only the first."""
+
+    def __init__(self, incompatibilities: Sequence[Incompatibility]) -> None:
+        super().__init__("; ".join(str(one) for one in incompatibilities))
+        self.incompatibilities = tuple(incompatibilities)
+
+
+class PlanError(KVTransferError):
+    """A request can not be turned into addresses: block lists or token range do not fit the plan."""
+
+
+class ManifestError(KVTransferError):
+    """Delivered extents contradict each other or the need. The cache must not be used."""
+
+
+class AgentError(KVTransferError):
+    """The transfer agent refused or failed an operation."""
+
+
+class AgentUnknown(AgentError):
+    """No agent of that name is registered."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown transfer backend {name!r}, known: {', '.join(sorted(known)) or 'none'}")
+        self.name = name
+
+
+class AgentUnavailable(AgentError):
+    """The agent exists but can not work on this machine or with this environment."""
+
+
+class PeerLost(AgentError):
+    """The peer of a write is gone: its process ended or the connection to it broke."""
+
+
+class AgentBroken(AgentError):
+    """The agent can not tell any more whether posted writes are over. Only the end of the process settles them."""

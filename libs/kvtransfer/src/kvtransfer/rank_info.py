@@ -1,0 +1,142 @@
+"""Who a peer is: topology, agent, model, instance. Frozen values, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvtransfer.errors import GeometryError
+
+if TYPE_CHECKING:
+    from kvtransfer.page_table import PageTable
+
+INCARNATION_BYTES = 16
+
+
+class InstanceRole(Enum):
+    """What an instance does with a request. Values are those of `isthmus.v1.InstanceRole`."""
+
+    CONTEXT = 1
+    GENERATION = 2
+    CONTEXT_AND_GENERATION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes and coordinates of a rank. tp includes attention dp: tp_size = dp_size * tp_per_dp."""
+
+    pp_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    dp_size: int = 1
+    pp_rank: int = 0
+    tp_rank: int = 0
+    cp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "tp", "cp"):
+            size: int = getattr(self, f"{axis}_size")
+            rank: int = getattr(self, f"{axis}_rank")
+            if not 0 < size <= 1 << 16:
+                raise GeometryError(f"topology.{axis}_size", size, "must lie in [1, 65536]")
+            if not 0 <= rank < size:
+                raise GeometryError(f"topology.{axis}_rank", rank, f"must lie in [0, {size})")
+        if self.dp_size < 1 or self.tp_size % self.dp_size:
+            raise GeometryError("topology.dp_size", self.dp_size, f"must divide tp_size {self.tp_size}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the instance."""
+        return self.pp_size * self.tp_size * self.cp_size
+
+    @property
+    def flat_rank(self) -> int:
+        """pp_rank * (tp_size * cp_size) + tp_rank * cp_size + cp_rank."""
+        return self.pp_rank * (self.tp_size * self.cp_size) + self.tp_rank * self.cp_size + self.cp_rank
+
+    @property
+    def tp_per_dp(self) -> int:
+        """Tensor-parallel ranks of one attention-dp group."""
+        return self.tp_size // self.dp_size
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(pp, tp, cp, dp) sizes: equal on all ranks of an instance."""
+        return self.pp_size, self.tp_size, self.cp_size, self.dp_size
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDescriptor:
+    """The transfer agent of a rank as its peers must know it. `metadata` is opaque to all but the same backend."""
+
+    backend: str
+    name: str
+    metadata: bytes
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.backend:
+            raise GeometryError("agent.backend", "''", "must name the backend")
+        if not self.name:
+            raise GeometryError("agent.name", "''", "must not be empty")
+        if not 0 <= self.epoch < 1 << 32:
+            raise GeometryError("agent.epoch", self.epoch, "must lie in [0, 2^32)")
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Everything a peer must know about one rank before the first byte moves."""
+
+    rank: int
+    topology: Topology
+    page_table: PageTable
+    agent: AgentDescriptor
+
+    def __post_init__(self) -> None:
+        if self.rank != self.topology.flat_rank:
+            raise GeometryError("rank", self.rank, f"topology says flat rank {self.topology.flat_rank}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """Tells two models of the same shape apart. `kv_dtype` as safetensors spells it ("F32", "BF16")."""
+
+    weights_digest: bytes
+    attention_digest: bytes
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """One instance as its peers know it. `ranks` are complete and in flat order.
+
+    `exited_incarnations`: earlier incarnations on this host of which every process is proven to have exited.
+    """
+
+    instance_id: str
+    incarnation: bytes
+    endpoint: str
+    role: InstanceRole
+    model: ModelFingerprint
+    ranks: tuple[RankInfo, ...]
+    exited_incarnations: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.instance_id:
+            raise GeometryError("instance_id", "''", "must not be empty")
+        for incarnation in (self.incarnation, *self.exited_incarnations):
+            if len(incarnation) != INCARNATION_BYTES:
+                raise GeometryError("incarnation", incarnation.hex(), f"must be {INCARNATION_BYTES} bytes")
+        if self.incarnation in self.exited_incarnations:
+            raise GeometryError("exited_incarnations", self.incarnation.hex(), "names the living incarnation")
+        if not self.ranks:
+            raise GeometryError("ranks", "()", "an instance needs at least one rank")
+        sizes = self.ranks[0].topology.sizes
+        if len(self.ranks) != self.ranks[0].topology.world_size:
+            raise GeometryError("ranks", len(self.ranks), f"topology says {self.ranks[0].topology.world_size}")
+        for index, info in enumerate(self.ranks):
+            if info.rank != index:
+                raise GeometryError(f"ranks[{index}].rank", info.rank, "ranks must be complete and in flat order")
+            if info.topology.sizes != sizes:
+                raise GeometryError(f"ranks[{index}].topology", info.topology.sizes, f"rank 0 says {sizes}")

@@ -1,0 +1,242 @@
+"""transfer.proto and the envelopes of kv_transfer_service.proto: what two hubs say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from isthmus.v1 import transfer_pb2
+
+from kvtransfer.errors import WireError
+from kvtransfer.messages import (
+    Cancel,
+    Capability,
+    Hello,
+    KvRequest,
+    PeerBody,
+    Ping,
+    Pong,
+    Reconcile,
+    ReconcileReply,
+    Reject,
+    TransferLimits,
+    Welcome,
+)
+from kvtransfer.ports import TransferNotice
+from kvtransfer.wire._read import limited, present, text
+from kvtransfer.wire.common import (
+    block_lists_from_pb,
+    destination_blocks_to_pb,
+    incompatibilities_from_pb,
+    incompatibilities_to_pb,
+    key_from_pb,
+    key_to_pb,
+    notice_from_pb,
+    notice_to_pb,
+    tokens_from_pb,
+    tokens_to_pb,
+    trace_from_pb,
+    trace_to_pb,
+)
+from kvtransfer.wire.geometry import MAX_DIGEST, MAX_NAME, instance_info_from_pb, instance_info_to_pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from isthmus.v1 import common_pb2
+
+    from kvtransfer.ports import RequestKey
+
+MAX_ENVELOPE_MESSAGES = 1 << 12
+MAX_KEYS = 1 << 16
+MAX_FEATURES = 64
+
+
+def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
+    """Wraps any body."""
+    match body:
+        case Hello():
+            return transfer_pb2.PeerMessage(hello=_hello_to_pb(body))
+        case Welcome():
+            return transfer_pb2.PeerMessage(welcome=_welcome_to_pb(body))
+        case Reject(incompatibilities):
+            reject = transfer_pb2.Reject(incompatibilities=incompatibilities_to_pb(incompatibilities))
+            return transfer_pb2.PeerMessage(reject=reject)
+        case KvRequest():
+            return transfer_pb2.PeerMessage(kv_request=_kv_request_to_pb(body))
+        case TransferNotice():
+            return transfer_pb2.PeerMessage(transfer_notice=notice_to_pb(body))
+        case Cancel(key):
+            return transfer_pb2.PeerMessage(cancel=transfer_pb2.Cancel(key=key_to_pb(key)))
+        case Reconcile(keys):
+            return transfer_pb2.PeerMessage(reconcile=transfer_pb2.Reconcile(keys=[key_to_pb(key) for key in keys]))
+        case ReconcileReply(in_flight, notices):
+            reply = transfer_pb2.ReconcileReply(
+                in_flight=[key_to_pb(key) for key in in_flight], notices=[notice_to_pb(one) for one in notices]
+            )
+            return transfer_pb2.PeerMessage(reconcile_reply=reply)
+        case Ping(nonce):
+            return transfer_pb2.PeerMessage(ping=transfer_pb2.Ping(nonce=nonce))
+        case Pong(nonce):
+            return transfer_pb2.PeerMessage(pong=transfer_pb2.Pong(nonce=nonce))
+
+
+def peer_message_from_pb(pb: transfer_pb2.PeerMessage) -> PeerBody:
+    """Raises WireError naming the field; an unknown body is an error, never skipped."""
+    name = cast("str | None", pb.WhichOneof("body"))
+    if name is None:
+        raise WireError("peer_message.body", "missing, or of a kind this build does not know")
+    return _READERS[name](getattr(pb, name))
+
+
+def _capabilities_from_pb(values: Iterable[int], field: str) -> frozenset[Capability]:
+    known = {one.value for one in Capability}
+    values = tuple(values)
+    limited(values, MAX_FEATURES, field)
+    if 0 in values:
+        raise WireError(field, "unknown value 0")
+    # The two sides use what both name, so one that this build does not know can only be dropped.
+    return frozenset(Capability(value) for value in values if value in known)
+
+
+def _capabilities_to_pb(values: frozenset[Capability]) -> list[transfer_pb2.Capability]:
+    return [cast("transfer_pb2.Capability", number) for number in sorted(one.value for one in values)]
+
+
+def _limits_to_pb(limits: TransferLimits) -> transfer_pb2.TransferLimits:
+    return transfer_pb2.TransferLimits(max_open_requests=limits.max_open_requests, max_block_ids=limits.max_block_ids)
+
+
+def _limits_from_pb(pb: transfer_pb2.TransferLimits, field: str) -> TransferLimits:
+    for name in ("max_open_requests", "max_block_ids"):
+        if getattr(pb, name) == 0:
+            raise WireError(f"{field}.{name}", "0 or missing: nothing could ever be sent")
+    return TransferLimits(pb.max_open_requests, pb.max_block_ids)
+
+
+def _hello_to_pb(hello: Hello) -> transfer_pb2.Hello:
+    return transfer_pb2.Hello(
+        protocol_version=hello.protocol_version,
+        min_protocol_version=hello.min_protocol_version,
+        capabilities=_capabilities_to_pb(hello.capabilities),
+        limits=_limits_to_pb(hello.limits),
+        required_features=hello.required_features,
+        instance=instance_info_to_pb(hello.instance),
+        connection_epoch=hello.connection_epoch,
+    )
+
+
+def _hello_from_pb(pb: transfer_pb2.Hello) -> Hello:
+    present(pb, "limits", "hello")
+    present(pb, "instance", "hello")
+    if not 0 < pb.min_protocol_version <= pb.protocol_version:
+        problem = f"{pb.min_protocol_version} is not in [1, protocol_version {pb.protocol_version}]"
+        raise WireError("hello.min_protocol_version", problem)
+    limited(pb.required_features, MAX_FEATURES, "hello.required_features")
+    return Hello(
+        protocol_version=pb.protocol_version,
+        min_protocol_version=pb.min_protocol_version,
+        capabilities=_capabilities_from_pb(pb.capabilities, "hello.capabilities"),
+        limits=_limits_from_pb(pb.limits, "hello.limits"),
+        required_features=tuple(text(one, "hello.required_features", MAX_NAME) for one in pb.required_features),
+        instance=instance_info_from_pb(pb.instance, "hello.instance"),
+        connection_epoch=pb.connection_epoch,
+    )
+
+
+def _welcome_to_pb(welcome: Welcome) -> transfer_pb2.Welcome:
+    return transfer_pb2.Welcome(
+        protocol_version=welcome.protocol_version,
+        capabilities=_capabilities_to_pb(welcome.capabilities),
+        limits=_limits_to_pb(welcome.limits),
+        instance=instance_info_to_pb(welcome.instance),
+        plan_digest=welcome.plan_digest,
+        connection_epoch=welcome.connection_epoch,
+    )
+
+
+def _welcome_from_pb(pb: transfer_pb2.Welcome) -> Welcome:
+    present(pb, "limits", "welcome")
+    present(pb, "instance", "welcome")
+    limited(pb.plan_digest, MAX_DIGEST, "welcome.plan_digest")
+    if pb.protocol_version == 0:
+        raise WireError("welcome.protocol_version", "missing")
+    return Welcome(
+        protocol_version=pb.protocol_version,
+        capabilities=_capabilities_from_pb(pb.capabilities, "welcome.capabilities"),
+        limits=_limits_from_pb(pb.limits, "welcome.limits"),
+        instance=instance_info_from_pb(pb.instance, "welcome.instance"),
+        plan_digest=pb.plan_digest,
+        connection_epoch=pb.connection_epoch,
+    )
+
+
+def _reject_from_pb(pb: transfer_pb2.Reject) -> Reject:
+    return Reject(incompatibilities_from_pb(pb.incompatibilities, "reject.incompatibilities"))
+
+
+def _kv_request_to_pb(request: KvRequest) -> transfer_pb2.KvRequest:
+    return transfer_pb2.KvRequest(
+        key=key_to_pb(request.key),
+        tokens=tokens_to_pb(request.tokens),
+        destinations=[destination_blocks_to_pb(one) for one in request.destinations],
+        trace=trace_to_pb(request.trace),
+    )
+
+
+def _kv_request_from_pb(pb: transfer_pb2.KvRequest) -> KvRequest:
+    present(pb, "key", "kv_request")
+    present(pb, "tokens", "kv_request")
+    return KvRequest(
+        key=key_from_pb(pb.key, "kv_request.key"),
+        tokens=tokens_from_pb(pb.tokens, "kv_request.tokens"),
+        destinations=block_lists_from_pb(pb.destinations, "kv_request.destinations"),
+        trace=trace_from_pb(pb.trace, "kv_request.trace") if pb.HasField("trace") else None,
+    )
+
+
+def _cancel_from_pb(pb: transfer_pb2.Cancel) -> Cancel:
+    present(pb, "key", "cancel")
+    return Cancel(key_from_pb(pb.key, "cancel.key"))
+
+
+def _keys_from_pb(pbs: Sequence[common_pb2.RequestKey], field: str) -> tuple[RequestKey, ...]:
+    limited(pbs, MAX_KEYS, field)
+    return tuple(key_from_pb(pb, field) for pb in pbs)
+
+
+def _reconcile_from_pb(pb: transfer_pb2.Reconcile) -> Reconcile:
+    return Reconcile(_keys_from_pb(pb.keys, "reconcile.keys"))
+
+
+def _reconcile_reply_from_pb(pb: transfer_pb2.ReconcileReply) -> ReconcileReply:
+    limited(pb.notices, MAX_KEYS, "reconcile_reply.notices")
+    return ReconcileReply(
+        _keys_from_pb(pb.in_flight, "reconcile_reply.in_flight"),
+        tuple(notice_from_pb(one, f"reconcile_reply.notices[{i}]") for i, one in enumerate(pb.notices)),
+    )
+
+
+def _ping_from_pb(pb: transfer_pb2.Ping) -> Ping:
+    return Ping(pb.nonce)
+
+
+def _pong_from_pb(pb: transfer_pb2.Pong) -> Pong:
+    return Pong(pb.nonce)
+
+
+_READERS = cast(
+    "dict[str, Callable[[object], PeerBody]]",
+    {
+        "hello": _hello_from_pb,
+        "welcome": _welcome_from_pb,
+        "reject": _reject_from_pb,
+        "kv_request": _kv_request_from_pb,
+        "transfer_notice": notice_from_pb,
+        "cancel": _cancel_from_pb,
+        "reconcile": _reconcile_from_pb,
+        "reconcile_reply": _reconcile_reply_from_pb,
+        "ping": _ping_from_pb,
+        "pong": _pong_from_pb,
+    },
+)

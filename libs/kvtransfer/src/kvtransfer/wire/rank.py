@@ -1,0 +1,159 @@
+"""transfer_ipc.proto, second part: hub and rank role, in whole frames."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from isthmus.v1 import transfer_ipc_pb2
+
+from kvtransfer.errors import WireError
+from kvtransfer.ports import (
+    CancelWrite,
+    ForgetPeer,
+    HubToRank,
+    LoadPeer,
+    PeerLoaded,
+    RankReady,
+    RankToHub,
+    TransferNotice,
+    WriteOrder,
+)
+from kvtransfer.wire._read import incarnation, limited, parse, present, text
+from kvtransfer.wire.common import (
+    block_lists_from_pb,
+    destination_blocks_to_pb,
+    incompatibilities_from_pb,
+    incompatibilities_to_pb,
+    key_from_pb,
+    key_to_pb,
+    notice_from_pb,
+    notice_to_pb,
+    rank_blocks_to_pb,
+    tokens_from_pb,
+    tokens_to_pb,
+)
+from kvtransfer.wire.geometry import (
+    MAX_DIGEST,
+    MAX_NAME,
+    instance_info_from_pb,
+    instance_info_to_pb,
+    rank_info_from_pb,
+    rank_info_to_pb,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_BATCH = 1 << 16
+
+
+def rank_input_to_bytes(commands: Iterable[HubToRank]) -> bytes:
+    """One RankInput frame, hub to rank."""
+    return transfer_ipc_pb2.RankInput(commands=[_command_to_pb(one) for one in commands]).SerializeToString()
+
+
+def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
+    match command:
+        case LoadPeer(peer):
+            load = transfer_ipc_pb2.LoadPeer(peer=instance_info_to_pb(peer))
+            return transfer_ipc_pb2.RankCommand(load_peer=load)
+        case ForgetPeer():
+            forget = transfer_ipc_pb2.ForgetPeer(instance_id=command.instance_id, incarnation=command.incarnation)
+            return transfer_ipc_pb2.RankCommand(forget_peer=forget)
+        case WriteOrder():
+            write = transfer_ipc_pb2.WriteOrder(
+                key=key_to_pb(command.key),
+                instance_id=command.instance_id,
+                incarnation=command.incarnation,
+                tokens=tokens_to_pb(command.tokens),
+                sources=[rank_blocks_to_pb(one) for one in command.sources],
+                destinations=[destination_blocks_to_pb(one) for one in command.destinations],
+            )
+            return transfer_ipc_pb2.RankCommand(write=write)
+        case CancelWrite(key):
+            return transfer_ipc_pb2.RankCommand(cancel=transfer_ipc_pb2.CancelWrite(key=key_to_pb(key)))
+
+
+def rank_input_from_bytes(data: bytes) -> tuple[HubToRank, ...]:
+    """Raises WireError when any command is malformed: then none of them is used."""
+    pb = parse(transfer_ipc_pb2.RankInput, data, "rank_input")
+    limited(pb.commands, MAX_BATCH, "rank_input.commands")
+    return tuple(_command_from_pb(one) for one in pb.commands)
+
+
+def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
+    match cast("str | None", pb.WhichOneof("body")):
+        case "load_peer":
+            present(pb.load_peer, "peer", "load_peer")
+            return LoadPeer(instance_info_from_pb(pb.load_peer.peer, "load_peer.peer"))
+        case "forget_peer":
+            forget = pb.forget_peer
+            instance_id = text(forget.instance_id, "forget_peer.instance_id", MAX_NAME)
+            return ForgetPeer(instance_id, incarnation(forget.incarnation, "forget_peer"))
+        case "write":
+            return _write_from_pb(pb.write)
+        case "cancel":
+            present(pb.cancel, "key", "cancel")
+            return CancelWrite(key_from_pb(pb.cancel.key, "cancel.key"))
+        case _:
+            raise WireError("rank_command.body", "missing, or of a kind this build does not know")
+
+
+def _write_from_pb(pb: transfer_ipc_pb2.WriteOrder) -> WriteOrder:
+    present(pb, "key", "write")
+    present(pb, "tokens", "write")
+    return WriteOrder(
+        key=key_from_pb(pb.key, "write.key"),
+        instance_id=text(pb.instance_id, "write.instance_id", MAX_NAME),
+        incarnation=incarnation(pb.incarnation, "write"),
+        tokens=tokens_from_pb(pb.tokens, "write.tokens"),
+        sources=block_lists_from_pb(pb.sources, "write.sources"),
+        destinations=block_lists_from_pb(pb.destinations, "write.destinations"),
+    )
+
+
+def rank_output_to_bytes(events: Iterable[RankToHub]) -> bytes:
+    """One RankOutput frame, rank to hub."""
+    return transfer_ipc_pb2.RankOutput(events=[_event_to_pb(one) for one in events]).SerializeToString()
+
+
+def _event_to_pb(event: RankToHub) -> transfer_ipc_pb2.RankEvent:
+    match event:
+        case RankReady(info):
+            return transfer_ipc_pb2.RankEvent(ready=rank_info_to_pb(info))
+        case PeerLoaded():
+            loaded = transfer_ipc_pb2.PeerLoaded(
+                instance_id=event.instance_id,
+                incarnation=event.incarnation,
+                incompatibilities=incompatibilities_to_pb(event.incompatibilities),
+                plan_digest=event.plan_digest,
+            )
+            return transfer_ipc_pb2.RankEvent(peer_loaded=loaded)
+        case TransferNotice():
+            return transfer_ipc_pb2.RankEvent(notice=notice_to_pb(event))
+
+
+def rank_output_from_bytes(data: bytes) -> tuple[RankToHub, ...]:
+    """Raises WireError when any event is malformed: then none of them is used."""
+    pb = parse(transfer_ipc_pb2.RankOutput, data, "rank_output")
+    limited(pb.events, MAX_BATCH, "rank_output.events")
+    return tuple(_event_from_pb(one) for one in pb.events)
+
+
+def _event_from_pb(pb: transfer_ipc_pb2.RankEvent) -> RankToHub:
+    match cast("str | None", pb.WhichOneof("body")):
+        case "ready":
+            return RankReady(rank_info_from_pb(pb.ready, "ready"))
+        case "peer_loaded":
+            loaded = pb.peer_loaded
+            limited(loaded.plan_digest, MAX_DIGEST, "peer_loaded.plan_digest")
+            return PeerLoaded(
+                text(loaded.instance_id, "peer_loaded.instance_id", MAX_NAME),
+                incarnation(loaded.incarnation, "peer_loaded"),
+                incompatibilities_from_pb(loaded.incompatibilities, "peer_loaded.incompatibilities"),
+                loaded.plan_digest,
+            )
+        case "notice":
+            return notice_from_pb(pb.notice, "notice")
+        case _:
+            raise WireError("rank_event.body", "missing, or of a kind this build does not know")

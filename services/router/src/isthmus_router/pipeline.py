@@ -1,0 +1,318 @@
+"""The life of a request, from text to text: tokenise, place, run the legs, detokenise, report.
+
+Knows neither gRPC nor HTTP: both front ends read its parts. Whatever happens to a request (an error, a deadline, a
+client that leaves at any await), its placement is finished exactly once and no leg is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from isthmus.v1.generation_pb2 import RequestReport
+
+from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, NoCapacity, UnknownModel
+from isthmus_core.ids import check_request_id
+from isthmus_core.keys import RequestKey
+from isthmus_core.tracing import Span, TraceContext, Tracing
+from isthmus_router import token_ids
+from isthmus_router.legs import Legs
+from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, ServedModel, Tokens, Workers
+from isthmus_router.preparation import budget, resolve_model, tokenise
+from isthmus_router.requests import ChatInput, End, GenerateRequest, Part
+from isthmus_router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Attempts grow when a request is tried again on another placement.
+FIRST_ATTEMPT = 0
+TOKENISER_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A request that has a place."""
+
+    key: RequestKey
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    max_tokens: int
+    placement: Placement
+    deadline: float
+    route_s: float
+
+
+class Pipeline:
+    """Serves requests. `tokenizers`: served model name -> tokenizer; `max_text_bytes`: longest text input."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        workers: Workers,
+        tokenizers: Mapping[str, Tokenizer],
+        tracing: Tracing,
+        *,
+        max_text_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._workers = workers
+        self._tokenizers = tokenizers
+        self._tracing = tracing
+        self._max_text_bytes = max_text_bytes
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokeniser")
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests being served."""
+        return self._running
+
+    @property
+    def default_model(self) -> str:
+        """Model that an empty name means; empty when there are several."""
+        return next(iter(self._tokenizers)) if len(self._tokenizers) == 1 else ""
+
+    def models(self) -> list[ServedModel]:
+        """Models that can be asked for now: the cluster serves them and this router has their tokenizer."""
+        return [model for model in self._coordinator.served() if model.name in self._tokenizers]
+
+    def missing(self) -> list[str]:
+        """What keeps the router from serving, for people; empty when it can serve."""
+        if not self._coordinator.ready:
+            return ["the coordinator can not be reached"]
+        if not self.models():
+            names = ", ".join(sorted(self._tokenizers))
+            return [f"no instance, or no connected pair of context and generation instances, serves {names}"]
+        return []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Part | End, None]:
+        """Serve a request: any number of Part, then exactly one End. Raises IsthmusError.
+
+        Close the generator (or cancel the task that reads it) to cancel the request.
+        """
+        span = self._tracing.begin_root(
+            request.operation, request.trace, start_ns=request.arrived_ns, attributes=_attributes(request)
+        )
+        error: str | None = "cancelled"
+        self._running += 1
+        try:
+            async with aclosing(self._serve(request, span)) as parts:
+                async for part in parts:
+                    if isinstance(part, End):
+                        error = None
+                    yield part
+        except IsthmusError as failure:
+            error = failure.message
+            span.set("error.type", failure.code.name)
+            raise
+        finally:
+            self._running -= 1
+            span.end(error=error)
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Wait for withdrawals under way, then let go of the threads. Requests must be over."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=timeout_s)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self, request: GenerateRequest, span: Span) -> AsyncGenerator[Part | End, None]:
+        routed = await self._route(request, span)
+        try:
+            async with aclosing(self._answer(request, routed, span)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._coordinator.finish(routed.key)
+
+    async def _route(self, request: GenerateRequest, parent: Span) -> _Routed:
+        """Validate, tokenise, place. Holds a placement exactly when it returns."""
+        deadline = request.arrived + request.timeout_s
+        span = self._tracing.begin("route", parent.context)
+        error: str | None = "cancelled"
+        try:
+            routed = await self._place(request, deadline, span)
+            span.set("isthmus.generation_instance", routed.placement.generation.instance_id)
+            if routed.placement.context is not None:
+                span.set("isthmus.context_instance", routed.placement.context.instance_id)
+            parent.set("isthmus.request_id", str(routed.key.request_id))
+            parent.set("gen_ai.usage.input_tokens", len(routed.prompt))
+            error = None
+            return routed
+        except IsthmusError as failure:
+            error = failure.message
+            raise
+        finally:
+            span.end(error=error)
+
+    async def _place(self, request: GenerateRequest, deadline: float, span: Span) -> _Routed:
+        if request.request_id:
+            check_request_id(request.request_id)
+        try:
+            model, tokenizer = resolve_model(request.model, self._tokenizers)
+        except UnknownModel as error:
+            raise UnknownModel(request.model, [served.name for served in self.models()]) from error
+        try:
+            async with asyncio.timeout(self._left(request, deadline)):
+                prompt = await tokenise(
+                    tokenizer, request.input, max_bytes=self._max_text_bytes, executor=self._executor
+                )
+        except TimeoutError:
+            raise DeadlineExceeded("tokenising the request", request.timeout_s) from None
+        key = RequestKey(request.request_id or self._coordinator.mint_id(), FIRST_ATTEMPT)
+        limit = self._limit(model)
+        if limit is None:
+            await self._explain_unserved(key, model, len(prompt), span.context, self._left(request, deadline))
+            raise NoCapacity(f"model {model} is only just being served", retry_after_s=0.1)
+        max_tokens = budget(
+            len(prompt),
+            limit,
+            requested=request.max_tokens,
+            default=request.default_max_tokens,
+            input_field=request.input.field,
+            max_tokens_field=request.max_tokens_field,
+        )
+        placement = await self._coordinator.select(
+            key, model, len(prompt), max_tokens, span.context, self._left(request, deadline)
+        )
+        route_s = self._clock() - request.arrived
+        return _Routed(key, tokenizer, prompt, max_tokens, placement, deadline, route_s)
+
+    async def _explain_unserved(
+        self, key: RequestKey, model: str, prompt_tokens: int, trace: TraceContext | None, timeout_s: float
+    ) -> None:
+        """Let the coordinator say why the model has no placement: it knows who is missing. Normally raises."""
+        await self._coordinator.select(key, model, prompt_tokens, 1, trace, timeout_s)
+        self._coordinator.finish(key)
+
+    async def _answer(self, request: GenerateRequest, routed: _Routed, span: Span) -> AsyncGenerator[Part | End, None]:
+        detokenizer = routed.tokenizer.detokenizer()
+        stop_ids = () if request.ignore_eos else routed.tokenizer.eos_ids
+        request_id = routed.key.request_id
+        report = RequestReport()
+        first_token_s: float | None = None
+        handed_off = False
+        streamed: list[int] = []
+        legs = Legs(
+            self._workers,
+            routed.key,
+            routed.placement,
+            prompt=token_ids.pack(routed.prompt),
+            max_tokens=routed.max_tokens,
+            stop_token_ids=stop_ids,
+            trace=span.context,
+            left=lambda: self._left(request, routed.deadline),
+            timeout_s=request.timeout_s,
+            withdraw=self._withdraw,
+        )
+        async with aclosing(legs.run()) as events:
+            async for event in events:
+                match event:
+                    case Tokens(ids):
+                        fresh = ids
+                    case ContextReady():
+                        handed_off = True
+                        report.MergeFrom(event.report)
+                        # A context instance may have streamed its first tokens before.
+                        fresh = event.first_tokens[len(streamed) :]
+                    case Finished():
+                        report.MergeFrom(event.report)
+                        self._complete(report, request, routed, first_token_s, handed_off)
+                        _describe(span, event, len(streamed), report)
+                        yield End(
+                            request_id,
+                            detokenizer.finish(),
+                            event.reason,
+                            len(routed.prompt),
+                            len(streamed),
+                            report,
+                        )
+                        return
+                if not fresh:
+                    continue
+                if first_token_s is None:
+                    first_token_s = self._clock() - request.arrived
+                    span.event("first_token")
+                streamed.extend(fresh)
+                # The token that ends the answer has no text, whether or not the vocabulary marks it as special.
+                shown = fresh[:-1] if fresh[-1] in stop_ids else fresh
+                yield Part(request_id, detokenizer.push(shown), fresh)
+        raise InternalError(f"the legs of request {routed.key} ended without an end")
+
+    def _complete(
+        self,
+        report: RequestReport,
+        request: GenerateRequest,
+        routed: _Routed,
+        first_token_s: float | None,
+        handed_off: bool,
+    ) -> None:
+        """Add what the router measured."""
+        report.route.CopyFrom(_duration(routed.route_s))
+        if first_token_s is not None:
+            report.time_to_first_token.CopyFrom(_duration(first_token_s))
+        report.total.CopyFrom(_duration(self._clock() - request.arrived))
+        placement = routed.placement
+        report.context_instance = (placement.context or placement.generation).instance_id
+        if handed_off:
+            report.generation_instance = placement.generation.instance_id
+
+    def _left(self, request: GenerateRequest, deadline: float) -> float:
+        left = deadline - self._clock()
+        if left <= 0:
+            raise DeadlineExceeded("the request", request.timeout_s)
+        return left
+
+    def _limit(self, model: str) -> int | None:
+        return next((served.max_model_len for served in self._coordinator.served() if served.name == model), None)
+
+    def _withdraw(self, placement: Placement, key: RequestKey) -> None:
+        """Tell the context instance, in the background, that nobody will fetch the pages of `key`."""
+        task = asyncio.get_running_loop().create_task(self._abort(placement, key))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, placement: Placement, key: RequestKey) -> None:
+        if placement.context is None:
+            return
+        try:
+            await self._workers.abort(placement.context, key)
+        except IsthmusError as error:
+            # Its hold deadline frees the pages.
+            logger.info(
+                "context leg could not be withdrawn: %s",
+                error.message,
+                extra={"request_id": key.request_id, "peer": placement.context.instance_id},
+            )
+
+
+def _attributes(request: GenerateRequest) -> dict[str, str | bool | int | float]:
+    chat = isinstance(request.input, ChatInput)
+    attributes: dict[str, str | bool | int | float] = {
+        "gen_ai.operation.name": "chat" if chat else "text_completion",
+        "gen_ai.provider.name": "isthmus",
+        "gen_ai.request.model": request.model,
+    }
+    if request.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = request.max_tokens
+    return attributes
+
+
+def _describe(span: Span, finished: Finished, completion_tokens: int, report: RequestReport) -> None:
+    span.set("gen_ai.usage.output_tokens", completion_tokens)
+    span.set("isthmus.finish_reason", finished.reason.name.lower())
+    span.set("isthmus.time_to_first_token_ms", report.time_to_first_token.ToNanoseconds() / 1e6)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,149 @@
+"""The model runner of the reference engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from isthmus_worker.runner import BatchRow, ModelDescription, NonFiniteLogits
+from isthmus_worker.torch_engine.batch import CacheShape, plan_step
+from isthmus_worker.torch_engine.kv_pool import KvPool, block_bytes
+from isthmus_worker.torch_engine.loader import load_weights
+from isthmus_worker.torch_engine.model import Llama
+from isthmus_worker.torch_engine.model_config import ModelUnusable, read_config
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvtransfer.page_table import PageTable
+
+# As the configuration spells them -> as safetensors spells them.
+_DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+class TorchRunner:
+    """Llama from a folder of safetensors. Implements `isthmus_worker.runner.ModelRunner`.
+
+    `dtype`: "auto" (the checkpoint's), "float32" or "bfloat16". `device`: "cpu", "cuda" or "cuda:N". `max_model_len`:
+    default the model's own; more than that is refused. Raises ModelUnusable.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        dtype: str = "auto",
+        device: str = "cpu",
+        tokens_per_block: int = 16,
+        max_model_len: int | None = None,
+    ) -> None:
+        config = read_config(model_path)
+        self._max_model_len = _max_model_len(max_model_len, config.max_position)
+        self._dtype, kv_dtype = _choose_dtype(dtype, config.dtype)
+        self._device = _open_device(device)
+        self._tokens_per_block = tokens_per_block
+        self._config = config
+        with torch.inference_mode():
+            self._model = Llama(config, self._max_model_len, self._dtype, self._device)
+            digest = load_weights(model_path, self._model.targets(), config.tied)
+        self._description = ModelDescription(
+            name=model_path.name,
+            max_model_len=self._max_model_len,
+            vocab_size=config.vocab_size,
+            bytes_per_block=block_bytes(config, tokens_per_block, self._dtype),
+            weights_digest=digest,
+            attention_digest=config.attention_digest(),
+            kv_dtype=kv_dtype,
+        )
+        self._pool: KvPool | None = None
+
+    def describe(self) -> ModelDescription:
+        """Sizes and identity of the model."""
+        return self._description
+
+    @torch.inference_mode()
+    def allocate_cache(self, num_blocks: int) -> PageTable:
+        """Makes the KV memory, once."""
+        if self._pool is not None:
+            raise RuntimeError("allocate_cache was called before: the cache must not move")
+        self._pool = KvPool(self._config, num_blocks, self._tokens_per_block, self._dtype, self._device)
+        return self._pool.page_table()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """First use of every kernel, before the first request pays for it."""
+        length = min(self._tokens_per_block, self._max_model_len)
+        block, tokens = np.zeros(1, np.int32), np.zeros(length, np.int64)
+        half = max(length // 2, 1)
+        for row in (
+            BatchRow(tokens[:half], 0, block, True),
+            BatchRow(tokens[half:], half, block, True),
+            BatchRow(tokens[:1], length - 1, block, True),
+        ):
+            if len(row.token_ids):
+                self.execute([row])
+        self._cache().zero()
+        self._finish()
+
+    @torch.inference_mode()
+    def execute(self, rows: list[BatchRow]) -> list[int]:
+        """One step. Raises ValueError for rows that do not fit the cache, NonFiniteLogits for rows without a token."""
+        if not rows:
+            return []
+        pool = self._cache()
+        config = self._config
+        shape = CacheShape(pool.num_blocks, config.layers, config.kv_heads, self._tokens_per_block)
+        plan = plan_step(rows, shape, config.vocab_size, self._max_model_len)
+        pool.begin_step(plan)
+        logits = self._model.forward(plan, pool)
+        tokens = np.full(len(rows), -1, np.int64)
+        if len(plan.wanted):
+            tokens[plan.wanted] = _greedy(logits)
+        self._finish()
+        bad = [int(row) for row in plan.wanted if tokens[row] < 0]
+        if bad:
+            raise NonFiniteLogits(bad, tokens.tolist())
+        return tokens.tolist()
+
+    def _cache(self) -> KvPool:
+        if self._pool is None:
+            raise RuntimeError("call allocate_cache first")
+        return self._pool
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _greedy(logits: Tensor) -> NDArray[np.int64]:
+    """The best token of each row, -1 where there is none: max propagates NaN, and an infinite best is an overflow."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.isfinite(), tokens, -1).cpu().numpy()
+
+
+def _max_model_len(asked: int | None, most: int) -> int:
+    if asked is None:
+        return most
+    if not 1 <= asked <= most:
+        raise ModelUnusable(f"engine.max_model_len = {asked}: the model has positions for {most} tokens")
+    return asked
+
+
+def _choose_dtype(asked: str, checkpoint: str) -> tuple[torch.dtype, str]:
+    name = checkpoint if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise ModelUnusable(f"model.dtype = {asked} ({name}): set model.dtype to one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _open_device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= count:
+            raise ModelUnusable(f"engine.device = {name}: torch sees {count} CUDA devices")
+    return device

@@ -1,0 +1,170 @@
+"""The hub's end of engine_ipc.proto: commands into one frame, one frame into events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+from isthmus.v1 import engine_ipc_pb2, worker_service_pb2
+
+from isthmus_core.errors import RemoteError, from_status_bytes
+from isthmus_core.framing import FrameError
+from isthmus_core.keys import RequestKey
+from isthmus_worker.engine import (
+    ContextReady,
+    EngineDescription,
+    EngineLoad,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    LegReport,
+    Tokens,
+)
+from isthmus_worker.wire import token_ids
+from isthmus_worker.wire.reports import report_from_pb
+from isthmus_worker.wire.requests import key_to_pb, submit_to_pb
+from kvtransfer.errors import WireError
+from kvtransfer.ports import HubToScheduler, ReceiveOutcome, SchedulerToHub, SendOutcome
+from kvtransfer.wire import (
+    cancel_transfer_from_pb,
+    key_from_pb,
+    receive_outcome_to_pb,
+    receive_request_from_pb,
+    send_offer_from_pb,
+    send_outcome_to_pb,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop a request, wherever it is."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave. Nothing follows."""
+
+
+EngineCommand = EngineRequest | Abort | Stop | HubToScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class LegTokens:
+    """New tokens of a leg."""
+
+    key: RequestKey
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnded:
+    """The client's side of a leg is over: `end` when it succeeded, `error` when it failed, none when it was dropped."""
+
+    key: RequestKey
+    end: ContextReady | Finished | None = None
+    error: RemoteError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LegReleased:
+    """Nothing of a request is left in the engine."""
+
+    key: RequestKey
+
+
+EngineEvent = EngineDescription | EngineLoad | LegTokens | LegEnded | LegReleased | SchedulerToHub
+
+
+def commands_to_bytes(commands: Iterable[EngineCommand]) -> bytes:
+    """One EngineInput frame."""
+    return engine_ipc_pb2.EngineInput(commands=[_command_to_pb(one) for one in commands]).SerializeToString()
+
+
+def _command_to_pb(command: EngineCommand) -> engine_ipc_pb2.EngineCommand:
+    match command:
+        case EngineRequest():
+            return engine_ipc_pb2.EngineCommand(submit=submit_to_pb(command))
+        case Abort(key):
+            return engine_ipc_pb2.EngineCommand(abort=engine_ipc_pb2.AbortCommand(key=key_to_pb(key)))
+        case Stop():
+            return engine_ipc_pb2.EngineCommand(stop=engine_ipc_pb2.StopCommand())
+        case SendOutcome():
+            return engine_ipc_pb2.EngineCommand(send_outcome=send_outcome_to_pb(command))
+        case ReceiveOutcome():
+            return engine_ipc_pb2.EngineCommand(receive_outcome=receive_outcome_to_pb(command))
+
+
+def events_from_bytes(frame: bytes) -> list[EngineEvent]:
+    """Events of one EngineOutput frame, in order. Raises FrameError when any of them is malformed."""
+    output = engine_ipc_pb2.EngineOutput()
+    try:
+        output.ParseFromString(frame)
+        return list(_events(output))
+    except (DecodeError, WireError, ValueError) as error:
+        raise FrameError(f"the engine process sent a malformed frame: {error}") from error
+
+
+def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
+    for event in output.events:
+        kind = event.WhichOneof("body")
+        match kind:
+            case "tokens":
+                ids = token_ids.unpack(event.tokens.tokens.le_uint32)
+                yield LegTokens(key_from_pb(event.tokens.key), Tokens(ids))
+            case "context_done":
+                done = event.context_done
+                first = token_ids.unpack(done.first_tokens.le_uint32)
+                yield LegEnded(key_from_pb(done.key), ContextReady(first, report_from_pb(done.report)))
+            case "finished":
+                yield _finished(event.finished)
+            case "released":
+                yield LegReleased(key_from_pb(event.released.key))
+            case "load":
+                yield _load(event.load)
+            case "ready":
+                yield _description(event.ready)
+            case "send_offer":
+                yield send_offer_from_pb(event.send_offer)
+            case "receive_request":
+                yield receive_request_from_pb(event.receive_request)
+            case "cancel_transfer":
+                yield cancel_transfer_from_pb(event.cancel_transfer)
+            case _:
+                raise ValueError("an event without a body, or of a kind that this build does not know")
+
+
+def _finished(pb: engine_ipc_pb2.RequestFinished) -> LegEnded:
+    key = key_from_pb(pb.key)
+    if pb.status:
+        return LegEnded(key, error=from_status_bytes(pb.status))
+    if not pb.reason:
+        return LegEnded(key)
+    report: LegReport = report_from_pb(pb.report)
+    return LegEnded(key, Finished(FinishReason(int(pb.reason)), report))
+
+
+def _load(pb: worker_service_pb2.InstanceLoad) -> EngineLoad:
+    return EngineLoad(
+        running_requests=pb.running_requests,
+        waiting_requests=pb.waiting_requests,
+        held_handoffs=pb.held_handoffs,
+        used_blocks=pb.used_blocks,
+        total_blocks=pb.total_blocks,
+        in_doubt_blocks=pb.in_doubt_blocks,
+    )
+
+
+def _description(pb: engine_ipc_pb2.EngineReady) -> EngineDescription:
+    return EngineDescription(
+        name=pb.engine,
+        max_model_len=pb.max_model_len,
+        tokens_per_block=pb.tokens_per_block,
+        total_blocks=pb.total_blocks,
+        vocab_size=pb.vocab_size,
+        weights_digest=pb.model.weights_digest,
+        attention_digest=pb.model.attention_digest,
+        kv_dtype=pb.model.kv_dtype,
+    )

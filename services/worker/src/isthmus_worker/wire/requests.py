@@ -1,0 +1,112 @@
+"""A leg of a request, as the router sends it and as the engine process gets it."""
+
+from __future__ import annotations
+
+from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, worker_service_pb2
+
+from isthmus_core.errors import InvalidRequest
+from isthmus_core.ids import check_request_id
+from isthmus_core.keys import RequestKey
+from isthmus_core.tracing import TraceContext
+from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Sampling
+from isthmus_worker.wire import token_ids
+from kvtransfer.ports import Holder
+from kvtransfer.rank_info import INCARNATION_BYTES
+from kvtransfer.wire import trace_to_pb
+
+MAX_STOP_TOKENS = 128
+MAX_FIRST_TOKENS = 128
+MAX_NAME = 256
+
+
+def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
+    """Any key."""
+    return common_pb2.RequestKey(request_id=key.request_id, attempt=key.attempt)
+
+
+def key_from_pb(pb: common_pb2.RequestKey, field: str = "key") -> RequestKey:
+    """Raises InvalidRequest when the id lies outside [2^40, 2^63)."""
+    check_request_id(pb.request_id, f"{field}.request_id")
+    return RequestKey(pb.request_id, pb.attempt)
+
+
+def request_from_pb(pb: worker_service_pb2.WorkerServiceGenerateRequest, trace: TraceContext | None) -> EngineRequest:
+    """One leg. Raises InvalidRequest naming the field, its value and what would be accepted."""
+    key = key_from_pb(pb.key)
+    try:
+        request_type = RequestType(int(pb.request_type))
+    except ValueError:
+        known = ", ".join(one.name for one in RequestType)
+        raise InvalidRequest("request_type", str(int(pb.request_type)), f"use one of {known}") from None
+    prompt = _tokens(pb.prompt, "prompt")
+    if not prompt:
+        raise InvalidRequest("prompt", "empty", "send at least one token")
+    if pb.sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", str(pb.sampling.max_tokens), "use at least 1")
+    _limit("sampling.stop_token_ids", len(pb.sampling.stop_token_ids), MAX_STOP_TOKENS)
+    sampling = Sampling(pb.sampling.max_tokens, tuple(pb.sampling.stop_token_ids))
+    given = pb.HasField("context_phase")
+    if given != (request_type is RequestType.GENERATION_ONLY):
+        remedy = "leave it out" if given else "send what the context leg answered"
+        raise InvalidRequest("context_phase", "present" if given else "absent", f"{remedy} ({request_type.name})")
+    phase = _context_phase(pb.context_phase, key, len(prompt)) if given else None
+    return EngineRequest(key, request_type, prompt, sampling, phase, trace)
+
+
+def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, prompt_tokens: int) -> ContextPhase:
+    field = "context_phase"
+    held = key_from_pb(pb.key, f"{field}.key")
+    if held != key:
+        raise InvalidRequest(f"{field}.key", str(held), f"both legs must have one key, this one is {key}")
+    first = _tokens(pb.first_tokens, f"{field}.first_tokens")
+    if not first:
+        raise InvalidRequest(f"{field}.first_tokens", "empty", "send the tokens of the context leg")
+    _limit(f"{field}.first_tokens", len(first), MAX_FIRST_TOKENS)
+    if pb.prompt_tokens != prompt_tokens:
+        remedy = f"must be the length of the prompt, {prompt_tokens}"
+        raise InvalidRequest(f"{field}.prompt_tokens", str(pb.prompt_tokens), remedy)
+    for name, value in (("endpoint", pb.endpoint), ("instance_id", pb.instance_id)):
+        if not 0 < len(value) <= MAX_NAME:
+            raise InvalidRequest(f"{field}.{name}", value, f"send 1 to {MAX_NAME} characters")
+    if len(pb.incarnation) != INCARNATION_BYTES:
+        raise InvalidRequest(f"{field}.incarnation", pb.incarnation.hex(), f"send {INCARNATION_BYTES} bytes")
+    return ContextPhase(held, first, prompt_tokens, Holder(pb.endpoint, pb.instance_id, pb.incarnation))
+
+
+def _tokens(pb: common_pb2.TokenIds, field: str) -> tuple[int, ...]:
+    try:
+        return token_ids.unpack(pb.le_uint32)
+    except ValueError as error:
+        raise InvalidRequest(field, f"{len(pb.le_uint32)} bytes", "send 4 bytes a token") from error
+
+
+def _limit(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(field, f"{count} entries", f"at most {limit} are accepted")
+
+
+def submit_to_pb(request: EngineRequest) -> engine_ipc_pb2.SubmitCommand:
+    """For the engine process."""
+    phase = request.context_phase
+    return engine_ipc_pb2.SubmitCommand(
+        key=key_to_pb(request.key),
+        request_type=worker_service_pb2.RequestType.Name(request.request_type.value),
+        prompt=common_pb2.TokenIds(le_uint32=token_ids.pack(request.prompt)),
+        sampling=generation_pb2.SamplingParams(
+            max_tokens=request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
+        ),
+        context_phase=None if phase is None else context_phase_to_pb(phase),
+        trace=trace_to_pb(request.trace),
+    )
+
+
+def context_phase_to_pb(phase: ContextPhase) -> generation_pb2.ContextPhaseParams:
+    """For the router and the engine process."""
+    return generation_pb2.ContextPhaseParams(
+        key=key_to_pb(phase.key),
+        first_tokens=common_pb2.TokenIds(le_uint32=token_ids.pack(phase.first_tokens)),
+        prompt_tokens=phase.prompt_tokens,
+        endpoint=phase.holder.endpoint,
+        instance_id=phase.holder.instance_id,
+        incarnation=phase.holder.incarnation,
+    )

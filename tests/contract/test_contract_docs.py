@@ -1,0 +1,42 @@
+"""What the documentation says exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import yaml
+
+from isthmus_core.config import parse_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+def test_the_configuration_page_is_the_schema():
+    page = runpy.run_path(str(ROOT / "tools" / "configuration_page.py"))
+    assert page["PAGE"].read_text() == page["render_page"](), "run: python tools/configuration_page.py"
+
+
+def test_links_between_pages_lead_somewhere():
+    broken = [
+        f"{page.name}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_make_targets_in_the_documentation_exist():
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`?make ([a-z0-9-]+)", page.read_text())}
+    named -= {"every", "sure", "them", "it", "up-to-date"}
+    assert named <= targets, named - targets
+
+
+def test_settings_in_the_documentation_are_valid():
+    for page in PAGES:
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+            parse_config(yaml.safe_load(block))

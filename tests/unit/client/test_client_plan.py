@@ -1,0 +1,83 @@
+"""Options of a local cluster become one valid configuration per process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus_client.plan import MOCK_BLOCKS, ClusterOptions, Ports, merge, plan_cluster
+from isthmus_core.config import parse_config
+from isthmus_core.errors import ConfigError
+
+PORTS = Ports(coordinator=50, router_grpc=51, router_http=52, workers=(61, 62, 63))
+
+
+def _plan(options: ClusterOptions, cores: int = 4):
+    specs = plan_cluster(options, PORTS, Path("/state"), cores)
+    return {spec.name: (spec, parse_config(spec.settings)) for spec in specs}
+
+
+def test_every_process_finds_the_others():
+    plan = _plan(ClusterOptions(context=1, generation=1, unsplit=1, engine="mock"))
+    assert list(plan) == ["coordinator", "context-0", "generation-0", "unsplit-0", "router"]
+    roles = {name: config.worker.role for name, (spec, config) in plan.items() if spec.module == "isthmus_worker"}
+    assert roles == {"context-0": "context", "generation-0": "generation", "unsplit-0": "context_and_generation"}
+    for name, (spec, config) in plan.items():
+        assert config.model.served_name == "mock"
+        if name == "coordinator":
+            assert config.coordinator.listen == spec.address == "127.0.0.1:50"
+        elif name == "router":
+            assert (config.router.listen, config.router.http_listen) == ("127.0.0.1:51", "127.0.0.1:52")
+            assert config.router.coordinator == "127.0.0.1:50"
+        else:
+            assert config.worker.coordinator == "127.0.0.1:50"
+            assert config.worker.listen == spec.address
+            assert config.transfer.backend == "nixl"
+            assert config.engine.num_blocks == MOCK_BLOCKS
+
+
+def test_the_users_file_changes_defaults_but_not_what_the_options_decide():
+    base = {
+        "transfer": {"backend": "loopback"},
+        "engine": {"num_blocks": 7, "kind": "torch"},
+        "logging": {"level": "DEBUG"},
+    }
+    _, config = _plan(ClusterOptions(context=1, generation=2, engine="mock", base=base))["generation-1"]
+    assert config.transfer.backend == "loopback"
+    assert config.engine.num_blocks == 7
+    assert config.logging.level == "DEBUG"
+    assert config.engine.kind == "mock"
+
+
+def test_workers_share_the_cores():
+    plan = _plan(ClusterOptions(context=1, generation=2, engine="mock"), cores=7)
+    assert plan["context-0"][1].engine.num_threads == 2
+    plan = _plan(ClusterOptions(context=1, generation=2, engine="mock"), cores=1)
+    assert plan["context-0"][1].engine.num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ClusterOptions(context=1, generation=0, engine="mock"), "a split needs at least one of each"),
+        (ClusterOptions(context=0, generation=0, engine="mock"), "nothing to start"),
+        (ClusterOptions(context=-1, generation=1, engine="mock"), "--context -1: at least 0"),
+        (ClusterOptions(engine="torch"), "needs a model"),
+    ],
+)
+def test_impossible_clusters_are_refused(options: ClusterOptions, words: str):
+    with pytest.raises(ConfigError, match=words):
+        plan_cluster(options, PORTS, Path("/state"), 2)
+
+
+def test_wrong_settings_in_the_users_file_are_refused_before_anything_starts():
+    options = ClusterOptions(engine="mock", context=1, generation=2, base={"router": {"listn": "x"}})
+    with pytest.raises(ConfigError, match=r"router\.listn; did you mean router\.listen"):
+        plan_cluster(options, PORTS, Path("/state"), 2)
+
+
+def test_merge_keeps_its_arguments():
+    base = {"a": {"x": 1, "y": 2}, "b": 1}
+    assert merge(base, {"a": {"y": 3}, "b": {"z": 1}}) == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
+    assert base == {"a": {"x": 1, "y": 2}, "b": 1}
