@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from isthmus_worker.runner import BatchRow, ModelRunner
 from numpy.typing import NDArray
+
+from isthmus_worker.runner import BatchRow, ModelRunner
 
 
 class GreedySequence:

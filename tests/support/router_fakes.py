@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+import grpc.aio
 from isthmus.v1 import worker_service_pb2 as worker_pb
+from isthmus.v1 import worker_service_pb2_grpc
 from isthmus.v1.common_pb2 import TokenIds
 from isthmus.v1.generation_pb2 import ContextPhaseParams, HandoffReport, RequestReport
+
 from isthmus_core.errors import DuplicateRequest, IsthmusError
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
+from isthmus_core.rpc import abort_with
 from isthmus_core.tracing import TraceContext
 from isthmus_router import token_ids
 from isthmus_router.ports import ContextReady, Finished, FinishReason, InstanceRef, Leg, LegEvent, LegKind, Tokens
@@ -169,7 +173,12 @@ class FakeWorkers:
             raise self.abort_error
 
 
-class FakeWorkerServicer:
+_GenerateContext = grpc.aio.ServicerContext[
+    worker_pb.WorkerServiceGenerateRequest, worker_pb.WorkerServiceGenerateResponse
+]
+
+
+class FakeWorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """A worker over gRPC: echoes the prompt, reversed, one token a message; splits as the legs say.
 
     `hang_after`: stop sending after so many tokens and wait for the end of the call. `cancelled` counts the calls that
@@ -188,16 +197,14 @@ class FakeWorkerServicer:
         self.error: IsthmusError | None = None
 
     async def Generate(
-        self, request: worker_pb.WorkerServiceGenerateRequest, context: object
+        self, request: worker_pb.WorkerServiceGenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[worker_pb.WorkerServiceGenerateResponse]:
-        from isthmus_core.rpc import abort_with
-
         self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata() or ()))  # type: ignore[attr-defined]
-        self.time_left.append(context.time_remaining())  # type: ignore[attr-defined]
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata() or ()})
+        self.time_left.append(context.time_remaining())
         try:
             if self.error is not None:
-                await abort_with(context, self.error)  # type: ignore[arg-type]
+                await abort_with(context, self.error)
             answer = token_ids.unpack(request.prompt.le_uint32)[::-1][: request.sampling.max_tokens]
             if request.request_type == worker_pb.REQUEST_TYPE_CONTEXT_ONLY and len(answer) > 1:
                 yield self._ready(request, answer[:1])
@@ -215,7 +222,11 @@ class FakeWorkerServicer:
             self.cancelled += 1
             raise
 
-    async def Abort(self, request: worker_pb.AbortRequest, context: object) -> worker_pb.AbortResponse:
+    async def Abort(
+        self,
+        request: worker_pb.AbortRequest,
+        context: grpc.aio.ServicerContext[worker_pb.AbortRequest, worker_pb.AbortResponse],
+    ) -> worker_pb.AbortResponse:
         self.aborts.append(request.key.request_id)
         return worker_pb.AbortResponse()
 

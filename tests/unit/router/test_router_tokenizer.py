@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from isthmus_core.config import ModelConfig
 from isthmus_core.errors import ConfigError
 from isthmus_router import token_ids
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.tokenizer import ChatRefused, Tokenizer, Turn, open_tokenizer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -133,5 +134,6 @@ def test_a_model_folder_is_served_without_torch(tmp_path: Path) -> None:
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'kvtransfer'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=50)
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

@@ -93,12 +93,27 @@ class SnowflakeMinter:
             raise ValueError(f"lease for other bits: mine {self.lease}, granted {lease}")
         self._broken_since = None
 
+    def presented(self) -> IdLease | None:
+        """The lease as a reconnect presents it: `base_ms` is the first time field not used yet. None when it has
+        lapsed: the bits may be somebody else's."""
+        now = self._clock()
+        if self._lapsed(now):
+            return None
+        base_ms = max(self._time_ms(now), self._last_ms + 1)
+        return IdLease(self.lease.node_id, self.lease.process_id, base_ms, self.lease.ttl_s)
+
+    def _lapsed(self, now: float) -> bool:
+        return self._broken_since is not None and now - self._broken_since >= self.lease.ttl_s
+
+    def _time_ms(self, now: float) -> int:
+        return self.lease.base_ms + int((now - self._granted) * 1000)
+
     def mint(self) -> int:
         """A new id. Raises `NoCapacity` when the lease has lapsed."""
         now = self._clock()
-        if self._broken_since is not None and now - self._broken_since >= self.lease.ttl_s:
+        if self._lapsed(now):
             raise NoCapacity("the lease on request ids has lapsed: the coordinator can not be reached")
-        time_ms = max(self.lease.base_ms + int((now - self._granted) * 1000), self._last_ms)
+        time_ms = max(self._time_ms(now), self._last_ms)
         if time_ms > self._last_ms:
             self._last_ms, self._counter = time_ms, 0
         elif self._counter == (1 << COUNTER_BITS) - 1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtransfer.ports import Incompatibility
+    from kvtransfer.ports import Incompatibility, RequestKey
 
 
 class KVTransferError(Exception):
@@ -57,6 +57,23 @@ class PlanError(KVTransferError):
 
 class ManifestError(KVTransferError):
     """Delivered extents contradict each other or the need. The cache must not be used."""
+
+
+class TransferStateError(KVTransferError):
+    """A call or message does not fit the state of the hand-off it names."""
+
+    def __init__(self, key: RequestKey, problem: str) -> None:
+        super().__init__(f"request {key} {problem}")
+        self.key = key
+        self.problem = problem
+
+
+class LedgerError(KVTransferError):
+    """A step that could let a page be written by two attempts, or freed under a write. Nothing was changed."""
+
+
+class ProtocolError(KVTransferError):
+    """A peer said what the protocol does not allow at this point. The stream must end; sessions are not touched."""
 
 
 class AgentError(KVTransferError):

@@ -239,7 +239,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """One writer is done with one attempt and never touches the destination again."""
+    """One writer is done with one attempt and never touches the destination again.
+
+    `not_held`: nothing was written because the context side does not hold the pages (never offered, expired,
+    withdrawn); only with NEVER_STARTED.
+    """
 
     key: RequestKey
     src_rank: int
@@ -248,6 +252,7 @@ class TransferNotice:
     extents: tuple[Extent, ...] = ()
     reason: str = ""
     stats: TransferStats = field(default_factory=TransferStats)
+    not_held: bool = False
 
 
 SchedulerToHub = SendOffer | ReceiveRequest | CancelTransfer

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
 from isthmus.v1.generation_pb2 import RequestReport
 
 from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, NoCapacity, UnknownModel
@@ -25,7 +24,8 @@ from isthmus_router import token_ids
 from isthmus_router.legs import Legs
 from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, ServedModel, Tokens, Workers
 from isthmus_router.preparation import budget, resolve_model, tokenise
-from isthmus_router.requests import ChatInput, End, GenerateRequest, Part
+from isthmus_router.reporting import attributes, complete, describe
+from isthmus_router.requests import End, GenerateRequest, Part
 from isthmus_router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Pipeline:
         Close the generator (or cancel the task that reads it) to cancel the request.
         """
         span = self._tracing.begin_root(
-            request.operation, request.trace, start_ns=request.arrived_ns, attributes=_attributes(request)
+            request.operation, request.trace, start_ns=request.arrived_ns, attributes=attributes(request)
         )
         error: str | None = "cancelled"
         self._running += 1
@@ -225,8 +225,9 @@ class Pipeline:
                         fresh = event.first_tokens[len(streamed) :]
                     case Finished():
                         report.MergeFrom(event.report)
-                        self._complete(report, request, routed, first_token_s, handed_off)
-                        _describe(span, event, len(streamed), report)
+                        total_s = self._clock() - request.arrived
+                        complete(report, routed.placement, handed_off, routed.route_s, first_token_s, total_s)
+                        describe(span, event.reason, len(streamed), report)
                         yield End(
                             request_id,
                             detokenizer.finish(),
@@ -246,24 +247,6 @@ class Pipeline:
                 shown = fresh[:-1] if fresh[-1] in stop_ids else fresh
                 yield Part(request_id, detokenizer.push(shown), fresh)
         raise InternalError(f"the legs of request {routed.key} ended without an end")
-
-    def _complete(
-        self,
-        report: RequestReport,
-        request: GenerateRequest,
-        routed: _Routed,
-        first_token_s: float | None,
-        handed_off: bool,
-    ) -> None:
-        """Add what the router measured."""
-        report.route.CopyFrom(_duration(routed.route_s))
-        if first_token_s is not None:
-            report.time_to_first_token.CopyFrom(_duration(first_token_s))
-        report.total.CopyFrom(_duration(self._clock() - request.arrived))
-        placement = routed.placement
-        report.context_instance = (placement.context or placement.generation).instance_id
-        if handed_off:
-            report.generation_instance = placement.generation.instance_id
 
     def _left(self, request: GenerateRequest, deadline: float) -> float:
         left = deadline - self._clock()
@@ -292,27 +275,3 @@ class Pipeline:
                 error.message,
                 extra={"request_id": key.request_id, "peer": placement.context.instance_id},
             )
-
-
-def _attributes(request: GenerateRequest) -> dict[str, str | bool | int | float]:
-    chat = isinstance(request.input, ChatInput)
-    attributes: dict[str, str | bool | int | float] = {
-        "gen_ai.operation.name": "chat" if chat else "text_completion",
-        "gen_ai.provider.name": "isthmus",
-        "gen_ai.request.model": request.model,
-    }
-    if request.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = request.max_tokens
-    return attributes
-
-
-def _describe(span: Span, finished: Finished, completion_tokens: int, report: RequestReport) -> None:
-    span.set("gen_ai.usage.output_tokens", completion_tokens)
-    span.set("isthmus.finish_reason", finished.reason.name.lower())
-    span.set("isthmus.time_to_first_token_ms", report.time_to_first_token.ToNanoseconds() / 1e6)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

@@ -166,6 +166,7 @@ def notice_to_pb(notice: TransferNotice) -> transfer_pb2.TransferNotice:
         ],
         reason=notice.reason[:MAX_REASON_SENT],
         stats=stats_to_pb(notice.stats),
+        not_held=notice.not_held,
     )
 
 
@@ -173,6 +174,8 @@ def notice_from_pb(pb: transfer_pb2.TransferNotice, field: str = "transfer_notic
     """Raises WireError for an unknown outcome, missing parts or extents that run backwards."""
     present(pb, "key", field)
     limited(pb.extents, MAX_EXTENTS, f"{field}.extents")
+    if pb.not_held and pb.outcome != WriterOutcome.NEVER_STARTED.value:
+        raise WireError(f"{field}.not_held", "true although the writer has started")
     return TransferNotice(
         key=key_from_pb(pb.key, f"{field}.key"),
         src_rank=pb.src_rank,
@@ -181,6 +184,7 @@ def notice_from_pb(pb: transfer_pb2.TransferNotice, field: str = "transfer_notic
         extents=tuple(_extent_from_pb(extent, f"{field}.extents[{i}]") for i, extent in enumerate(pb.extents)),
         reason=text(pb.reason, f"{field}.reason"),
         stats=stats_from_pb(pb.stats, f"{field}.stats"),
+        not_held=pb.not_held,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +17,10 @@ from isthmus_router.http.errors import error_body, error_response
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import End, GenerateRequest, Part
 
+logger = logging.getLogger(__name__)
+
+# How long a client may take to read why its request failed.
+LAST_WORD_S = 1.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -57,11 +62,16 @@ class Answer:
             await self._fail(error, scope, receive, send)
 
     async def _fail(self, error: IsthmusError, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._started:
-            await error_response(error)(scope, receive, send)
-        else:
-            # The status has gone out: the error is the stream's last event, and no [DONE] follows.
-            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
+        try:
+            # A client that has stopped reading does not get to hold the exchange open any longer.
+            async with asyncio.timeout(LAST_WORD_S):
+                if not self._started:
+                    await error_response(error)(scope, receive, send)
+                else:
+                    # The status has gone out: the error is the stream's last event, and no [DONE] follows.
+                    await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
+        except TimeoutError:
+            logger.info("the client does not read: %s", error.message)
 
     async def _whole(self, parts: AsyncGenerator[Part | End, None]) -> JSONResponse:
         text: list[str] = []

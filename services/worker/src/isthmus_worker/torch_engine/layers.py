@@ -12,17 +12,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Row counts for which `product` turns the multiplication round. Measured with float32 on two cores of AVX-512: 2 rows 10
-# times, 8 rows 1.2 to 2 times, 64 rows 1.3 times faster; one row and bfloat16 have kernels of their own.
-_TURNED_ROWS = range(2, 65)
+# More rows than this are an ordinary matrix product.
+_MAX_TURNED_ROWS = 64
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T for x [N, in] and weight [out, in]. Decode batches are few rows against a tall matrix, and CPU
-    libraries are much better at "tall times thin" than at "thin times tall"."""
-    if x.shape[0] in _TURNED_ROWS and x.dtype == torch.float32 and x.device.type == "cpu":
-        return torch.mm(weight, x.t()).t()
-    return functional.linear(x, weight)
+    """x @ weight.T for x [N, in] and weight [out, in]; the result may be a transposed view.
+
+    Decode multiplies few rows with a tall matrix, and in float32 the CPU's libraries are slow at exactly that. Turned
+    round (tall times thin) they are not: 8 rows 1.2 to 2 times, 2 rows 10 times faster on two cores of AVX-512. For one
+    row their matrix-vector kernel reads memory at less than half its speed; cut into a batch of two products it is not
+    chosen.
+    """
+    rows, (out_size, in_size) = x.shape[0], weight.shape
+    if rows > _MAX_TURNED_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
+        return functional.linear(x, weight)
+    if rows == 1 and out_size % 2 == 0:
+        return torch.bmm(weight.view(2, out_size // 2, in_size), x.t().expand(2, in_size, 1)).view(1, out_size)
+    return torch.mm(weight, x.t()).t()
 
 
 @dataclass(frozen=True, slots=True)

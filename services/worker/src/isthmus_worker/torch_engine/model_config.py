@@ -131,6 +131,7 @@ def _parse(reader: _Reader) -> ModelConfig:
 
 def _rope_theta(reader: _Reader) -> float:
     """Both spellings: rope_parameters {rope_theta, rope_type}, and rope_theta beside rope_scaling of older files."""
+    theta = reader.number("rope_theta", float, 10000.0)
     for name in ("rope_parameters", "rope_scaling"):
         rope: Any = reader.raw.get(name)
         if rope is None:
@@ -139,16 +140,12 @@ def _rope_theta(reader: _Reader) -> float:
             reader.problems.append(f"{name} = {json.dumps(rope)}: must be an object or null")
             continue
         section = _Reader(cast("dict[str, Any]", rope))
-        kind: Any = section.raw.get("rope_type", section.raw.get("type", "default"))
-        if kind != "default":
-            reader.problems.append(f'{name}.rope_type = {json.dumps(kind)} is not supported, only "default"')
+        theta = section.number("rope_theta", float, theta)
         section.only("partial_rotary_factor", (None, 1.0))
-        if section.raw.get("rope_theta") is not None:
-            theta = section.number("rope_theta", float)
-            reader.problems += [f"{name}.{problem}" for problem in section.problems]
-            return theta
+        section.only("rope_type", (None, "default"))
+        section.only("type", (None, "default"))
         reader.problems += [f"{name}.{problem}" for problem in section.problems]
-    return reader.number("rope_theta", float, 10000.0)
+    return theta
 
 
 def _dtype(reader: _Reader) -> str:

@@ -1,0 +1,271 @@
+"""The generation hub's side of its links: one per context instance that the coordinator announces.
+
+known ─ stream opened, Hello ─▶ GREETING ── Welcome fits ─▶ READY ── broken, silent ─▶ DOWN ─ opened again ─▶ …
+                                   │ Reject, or Welcome does not fit
+                                   └─────────────────▶ DOWN, the pair is INCOMPATIBLE until a Welcome fits
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from kvtransfer.control.liveness import Liveness, Probe
+from kvtransfer.control.negotiation import Dialect, Terms, check_welcome, limits_of, make_hello, swapped
+from kvtransfer.errors import ProtocolError
+from kvtransfer.messages import Capability, Envelope, Hello, PeerBody, Ping, Pong, ReconcileReply, Reject, Welcome
+from kvtransfer.ports import Incompatibility, TransferNotice
+from kvtransfer.session.actions import EndReason, PeerId
+from kvtransfer.session.receive import ReceivePeer, ReceiveSessions
+
+if TYPE_CHECKING:
+    from kvtransfer.config import TransferConfig
+    from kvtransfer.rank_info import InstanceInfo
+
+log = logging.getLogger(__name__)
+
+
+class PairState(Enum):
+    """As the coordinator is told. Values are those of `isthmus.v1.PairState`."""
+
+    CONNECTING = 1
+    READY = 2
+    INCOMPATIBLE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A context instance as the coordinator announces it; `endpoint` is host:port of its hub."""
+
+    instance_id: str
+    incarnation: bytes
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairStatus:
+    """The pair of this generation instance and a context instance. `mine` in the reasons is the generation side's."""
+
+    instance_id: str
+    incarnation: bytes
+    state: PairState
+    incompatibilities: tuple[Incompatibility, ...] = ()
+
+
+class LinkState(Enum):
+    """Where the stream of a link is."""
+
+    DOWN = auto()
+    GREETING = auto()
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    address: PeerAddress
+    liveness: Liveness
+    status: PairStatus
+    state: LinkState = LinkState.DOWN
+    epoch: int = 0
+    hello: Hello | None = None
+    # Not announced any more; kept while its writers may touch pages.
+    leaving: bool = False
+
+
+class GenerationControl:
+    """`say(peer, body)` queues a message, `end(peer, reason, text)` ends the stream after what was queued,
+    `start(address)` opens streams to a peer from now on, again and again, `stop(peer)` ends that. None may call back.
+    `on_pair` is told of every change.
+    """
+
+    def __init__(
+        self,
+        local: InstanceInfo,
+        config: TransferConfig,
+        sessions: ReceiveSessions,
+        say: Callable[[PeerId, PeerBody], None],
+        end: Callable[[PeerId, EndReason, str], None],
+        start: Callable[[PeerAddress], None],
+        stop: Callable[[PeerId], None],
+        on_pair: Callable[[PairStatus], None],
+        dialect: Dialect | None = None,
+    ) -> None:
+        self._local, self._config, self._sessions = local, config, sessions
+        self._say, self._end, self._start, self._stop, self._on_pair = say, end, start, stop, on_pair
+        self._dialect, self._limits = dialect or Dialect(), limits_of(config)
+        self._links: dict[PeerId, _Link] = {}
+
+    def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
+        """The complete list of context instances. An instance that comes back with another incarnation supersedes the
+        old one; one that moved to another endpoint is opened there."""
+        wanted = {(one.instance_id, one.incarnation): one for one in addresses}
+        names = {one.instance_id for one in addresses}
+        for peer, link in list(self._links.items()):
+            if peer not in wanted:
+                self._leave(peer, link, superseded=peer[0] in names, now=now)
+            elif wanted[peer].endpoint != link.address.endpoint:
+                self._stop(peer)
+                self.closed(peer, now)
+                link.address = wanted[peer]
+                self._start(link.address)
+        for peer, address in wanted.items():
+            link = self._links.get(peer)
+            if link is None:
+                status = PairStatus(*peer, PairState.CONNECTING)
+                self._links[peer] = _Link(address, Liveness(self._config.ping_s, now), status)
+                self._sessions.peer_known(peer)
+                self._on_pair(status)
+                self._start(address)
+            elif link.leaving:
+                link.leaving = False
+                self._sessions.peer_known(peer)
+
+    def opened(self, peer: PeerId, now: float) -> None:
+        """A stream to the peer exists: greet."""
+        link = self._links[peer]
+        link.epoch += 1
+        link.state, link.liveness = LinkState.GREETING, Liveness(self._config.ping_s, now)
+        link.hello = make_hello(self._local, self._limits, link.epoch, self._dialect)
+        self._say(peer, link.hello)
+
+    def closed(self, peer: PeerId, now: float) -> None:
+        """The stream is gone, for whatever reason, or could not be opened."""
+        link = self._links.get(peer)
+        if link is None or link.state is LinkState.DOWN:
+            return
+        link.state, link.hello = LinkState.DOWN, None
+        self._sessions.stream_broke(peer, now)
+        if link.status.state is PairState.READY:
+            self._set(link, PairStatus(*peer, PairState.CONNECTING))
+
+    def envelope(self, peer: PeerId, envelope: Envelope, now: float) -> None:
+        """Everything that came at once. Raises ProtocolError: the driver then ends the stream."""
+        link = self._links.get(peer)
+        if link is None or link.state is LinkState.DOWN:
+            return
+        if envelope.dst_incarnation != self._local.incarnation:
+            raise ProtocolError(f"an envelope of {peer[0]} is meant for another incarnation")
+        link.liveness.heard(now)
+        for message in envelope.messages:
+            if link.state is LinkState.GREETING:
+                self._greeted(peer, link, envelope, message, now)
+            elif link.state is LinkState.READY:
+                self._said(peer, link, envelope, message, now)
+            if link.state is LinkState.DOWN:
+                return
+
+    def tick(self, now: float) -> None:
+        """Probes quiet streams, lets go of links that nobody needs."""
+        for peer, link in list(self._links.items()):
+            if link.leaving and not self._sessions.has_open(peer):
+                self._drop(peer)
+                continue
+            if link.state is LinkState.DOWN:
+                continue
+            match link.liveness.tick(now):
+                case Probe.PING if link.state is LinkState.READY:
+                    self._say(peer, Ping(int(now * 1e3)))
+                case Probe.SUSPECT:
+                    self._finish(peer, EndReason.SILENT, "probes were not answered", now)
+                case _:
+                    pass
+
+    def speaks_to(self, peer: PeerId) -> bytes:
+        """Incarnation that envelopes are meant for; empty before Welcome."""
+        link = self._links.get(peer)
+        return peer[1] if link is not None and link.state is LinkState.READY else b""
+
+    def is_ready(self, peer: PeerId) -> bool:
+        """True when sessions may talk to the peer."""
+        link = self._links.get(peer)
+        return link is not None and link.state is LinkState.READY
+
+    def pairs(self) -> list[PairStatus]:
+        """One per announced context instance."""
+        return [link.status for link in self._links.values() if not link.leaving]
+
+    def _leave(self, peer: PeerId, link: _Link, *, superseded: bool, now: float) -> None:
+        if superseded:
+            self._sessions.peer_superseded(peer, f"instance {peer[0]} has been restarted", now)
+        else:
+            self._sessions.peer_gone(peer, f"instance {peer[0]} is not announced any more", now)
+        link.leaving = True
+        if not self._sessions.has_open(peer):
+            self._drop(peer)
+
+    def _drop(self, peer: PeerId) -> None:
+        del self._links[peer]
+        self._stop(peer)
+
+    def _greeted(self, peer: PeerId, link: _Link, envelope: Envelope, message: PeerBody, now: float) -> None:
+        match message:
+            case Reject(incompatibilities):
+                self._incompatible(peer, link, swapped(incompatibilities), now)
+            case Welcome():
+                self._welcome(peer, link, envelope, message, now)
+            case Ping(nonce):
+                self._say(peer, Pong(nonce))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} of {peer[0]} before Welcome")
+
+    def _welcome(self, peer: PeerId, link: _Link, envelope: Envelope, welcome: Welcome, now: float) -> None:
+        if link.hello is None or welcome.connection_epoch != link.epoch:
+            raise ProtocolError(f"Welcome of {peer[0]} answers stream {welcome.connection_epoch}, not {link.epoch}")
+        if envelope.src_incarnation != welcome.instance.incarnation:
+            raise ProtocolError(f"Welcome of {peer[0]} describes another incarnation than its envelope")
+        self._sessions.peer_exited(welcome.instance.instance_id, welcome.instance.exited_incarnations, now)
+        found = (welcome.instance.instance_id, welcome.instance.incarnation)
+        if found != peer:
+            self._sessions.peer_superseded(peer, f"{link.address.endpoint} now is incarnation {found[1].hex()}", now)
+            self._sessions.peer_known(peer)
+            self._finish(peer, EndReason.UNNEEDED, f"not instance {peer[0]}, incarnation {peer[1].hex()}", now)
+            return
+        verdict = check_welcome(link.hello, welcome)
+        if not isinstance(verdict, Terms):
+            self._say(peer, Reject(swapped(verdict)))
+            self._incompatible(peer, link, verdict, now)
+            return
+        link.state = LinkState.READY
+        if link.status.state is PairState.INCOMPATIBLE and not link.leaving:
+            self._sessions.peer_known(peer)
+        log.info("context instance %s is ready: %s", peer[0], verdict)
+        reconciles = Capability.RECONCILE in verdict.capabilities
+        self._sessions.stream_ready(peer, ReceivePeer(verdict.plans, verdict.limits, reconciles), now)
+        self._set(link, PairStatus(*peer, PairState.READY))
+
+    def _said(self, peer: PeerId, link: _Link, envelope: Envelope, message: PeerBody, now: float) -> None:
+        if envelope.src_incarnation != peer[1]:
+            raise ProtocolError(f"{type(message).__name__} of {peer[0]} speaks for another incarnation")
+        match message:
+            case TransferNotice():
+                self._sessions.notice(peer, message, now)
+            case ReconcileReply():
+                self._sessions.reconciled(peer, message, now)
+            case Ping(nonce):
+                self._say(peer, Pong(nonce))
+            case Pong():
+                pass
+            case Reject(incompatibilities):
+                self._incompatible(peer, link, swapped(incompatibilities), now)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for a generation instance")
+
+    def _incompatible(self, peer: PeerId, link: _Link, reasons: tuple[Incompatibility, ...], now: float) -> None:
+        log.warning("context instance %s: %s", peer[0], "; ".join(map(str, reasons)))
+        self._set(link, PairStatus(*peer, PairState.INCOMPATIBLE, reasons))
+        self._sessions.peer_gone(peer, f"instance {peer[0]} is incompatible: {reasons[0]}" if reasons else "", now)
+        self._finish(peer, EndReason.REJECTED, "the pair can not work", now)
+
+    def _finish(self, peer: PeerId, reason: EndReason, text: str, now: float) -> None:
+        self._end(peer, reason, text)
+        self.closed(peer, now)
+
+    def _set(self, link: _Link, status: PairStatus) -> None:
+        if link.status == status:
+            return
+        link.status = status
+        if not link.leaving:
+            self._on_pair(status)

@@ -1,0 +1,1 @@
+"""The coordinator: who is there, how loaded, which pairs work, where a request goes."""

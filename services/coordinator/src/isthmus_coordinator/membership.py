@@ -1,0 +1,156 @@
+"""Who is there. A member lives exactly as long as its Register stream; the newest start of an instance wins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import grpc
+
+from isthmus_core.errors import IsthmusError
+
+# Replaced starts that are remembered, so that none of them comes back and pushes its successor out.
+_MAX_REPLACED = 4096
+
+
+class Role(Enum):
+    """What an instance does with a request. Values are those of `isthmus.v1.InstanceRole`."""
+
+    CONTEXT = 1
+    GENERATION = 2
+    CONTEXT_AND_GENERATION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of one instance: stable name and 16 random bytes."""
+
+    instance_id: str
+    incarnation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance as it presents itself. `max_model_len`: prompt plus output in tokens."""
+
+    instance_id: str
+    incarnation: bytes
+    endpoint: str
+    role: Role
+    model: str
+    max_model_len: int
+    tokens_per_block: int
+    engine: str
+    schema_version: int
+    total_blocks: int
+
+    @property
+    def start(self) -> Start:
+        """Its name and this start of it."""
+        return Start(self.instance_id, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Last reported load: requests and KV blocks."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    held_handoffs: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    in_doubt_blocks: int = 0
+
+
+class InstanceReplaced(IsthmusError):
+    """Another start of the instance has its name now: this one is not to try again."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+    def __init__(self, instance_id: str) -> None:
+        super().__init__(
+            f"another process has registered as instance {instance_id}: stop one of the two, or give it another "
+            "worker.instance_id"
+        )
+
+
+class StreamReplaced(IsthmusError):
+    """The same process has opened another stream; this one is what is left of a broken connection."""
+
+    code = grpc.StatusCode.ABORTED
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has opened another stream")
+
+
+@dataclass(slots=True)
+class Member:
+    """A registered instance. `token` names its stream."""
+
+    token: int
+    instance: Instance
+    load: Load = field(default_factory=Load)
+    draining: bool = False
+
+
+class Membership:
+    """Members by instance id, each with the token of the stream that keeps it."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._tokens = itertools.count(1)
+        # Insertion-ordered sets.
+        self._last: dict[str, bytes] = {}
+        self._replaced: dict[Start, None] = {}
+
+    def join(self, instance: Instance) -> tuple[Member, tuple[Member, IsthmusError] | None]:
+        """Admit an instance. Returns the member and, when its name was taken, the member it pushed out with the error
+        that ends that one's stream. Raises InstanceReplaced for a start that was replaced before."""
+        if instance.start in self._replaced:
+            raise InstanceReplaced(instance.instance_id)
+        name = instance.instance_id
+        last = self._last.pop(name, None)
+        self._last[name] = instance.incarnation
+        if last is not None and last != instance.incarnation:
+            self._replaced[Start(name, last)] = None
+        for seen in (self._last, self._replaced):
+            if len(seen) > _MAX_REPLACED:
+                del seen[next(iter(seen))]
+        old = self._members.get(name)
+        member = self._members[name] = Member(next(self._tokens), instance)
+        if old is None:
+            return member, None
+        same = old.instance.incarnation == instance.incarnation
+        return member, (old, StreamReplaced(f"instance {name}") if same else InstanceReplaced(name))
+
+    def leave(self, member: Member) -> bool:
+        """Forget a member. False when it has been replaced before."""
+        if not self.has(member):
+            return False
+        del self._members[member.instance.instance_id]
+        return True
+
+    def has(self, member: Member) -> bool:
+        """True until the member leaves or is replaced."""
+        return self._members.get(member.instance.instance_id) is member
+
+    def get(self, instance_id: str) -> Member | None:
+        """The member of that name."""
+        return self._members.get(instance_id)
+
+    def __iter__(self) -> Iterator[Member]:
+        """Members by instance id, so that every listing has one order."""
+        return iter([self._members[name] for name in sorted(self._members)])
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def of_model(self, model: str) -> list[Member]:
+        """Members that serve a model, by instance id."""
+        return [member for member in self if member.instance.model == model]
+
+    def models(self) -> list[str]:
+        """Names of the models of all members, sorted."""
+        return sorted({member.instance.model for member in self._members.values()})

@@ -1,0 +1,54 @@
+"""What the router adds to a request's report and to its root span."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from isthmus.v1.generation_pb2 import RequestReport
+
+from isthmus_core.tracing import AttributeValue, Span
+from isthmus_router.ports import FinishReason, Placement
+from isthmus_router.requests import ChatInput, GenerateRequest
+
+
+def attributes(request: GenerateRequest) -> dict[str, AttributeValue]:
+    """Attributes of a request's root span that are known when it arrives (GenAI semantic conventions)."""
+    chat = isinstance(request.input, ChatInput)
+    known: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "chat" if chat else "text_completion",
+        "gen_ai.provider.name": "isthmus",
+        "gen_ai.request.model": request.model,
+    }
+    if request.max_tokens is not None:
+        known["gen_ai.request.max_tokens"] = request.max_tokens
+    return known
+
+
+def complete(
+    report: RequestReport,
+    placement: Placement,
+    handed_off: bool,
+    route_s: float,
+    first_token_s: float | None,
+    total_s: float,
+) -> None:
+    """Add to the legs' report what the router knows and measured (seconds since the request arrived)."""
+    report.route.CopyFrom(_duration(route_s))
+    if first_token_s is not None:
+        report.time_to_first_token.CopyFrom(_duration(first_token_s))
+    report.total.CopyFrom(_duration(total_s))
+    report.context_instance = (placement.context or placement.generation).instance_id
+    if handed_off:
+        report.generation_instance = placement.generation.instance_id
+
+
+def describe(span: Span, reason: FinishReason, completion_tokens: int, report: RequestReport) -> None:
+    """Set the root span's attributes of an answer that is complete."""
+    span.set("gen_ai.usage.output_tokens", completion_tokens)
+    span.set("isthmus.finish_reason", reason.name.lower())
+    span.set("isthmus.time_to_first_token_ms", report.time_to_first_token.ToNanoseconds() / 1e6)
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

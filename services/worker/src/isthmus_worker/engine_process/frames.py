@@ -1,0 +1,147 @@
+"""The engine's end of engine_ipc.proto: one frame into commands, events into one frame.
+
+Both ends are one build: a frame that can not be read is a bug, and raises FrameError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from google.protobuf.message import DecodeError
+from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, kv_pb2
+
+from isthmus_core.framing import FrameError
+from isthmus_worker.engine import ContextPhase, EngineDescription, EngineLoad, EngineRequest, RequestType, Sampling
+from isthmus_worker.scheduler.events import (
+    ContextDone,
+    RequestFinished,
+    RequestReleased,
+    RequestTokens,
+    SchedulerEvent,
+)
+from isthmus_worker.wire import token_ids
+from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
+from isthmus_worker.wire.reports import report_to_pb
+from isthmus_worker.wire.responses import load_to_pb
+from kvtransfer.errors import WireError
+from kvtransfer.ports import CancelTransfer, Holder, ReceiveRequest, SchedulerToHub, SendOffer
+from kvtransfer.wire import (
+    cancel_transfer_to_pb,
+    key_from_pb,
+    key_to_pb,
+    receive_outcome_from_pb,
+    receive_request_to_pb,
+    send_offer_to_pb,
+    send_outcome_from_pb,
+    trace_from_pb,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+EngineMessage = SchedulerEvent | SchedulerToHub | EngineDescription | EngineLoad
+
+
+def commands_from_bytes(frame: bytes) -> list[EngineCommand]:
+    """Commands of one EngineInput frame, in order. Raises FrameError when any of them is malformed."""
+    pb = engine_ipc_pb2.EngineInput()
+    try:
+        pb.ParseFromString(frame)
+        return [_command_from_pb(command) for command in pb.commands]
+    except (DecodeError, WireError, ValueError) as error:
+        raise FrameError(f"the hub sent a malformed frame: {error}") from error
+
+
+def _command_from_pb(pb: engine_ipc_pb2.EngineCommand) -> EngineCommand:
+    match pb.WhichOneof("body"):
+        case "submit":
+            return _request_from_pb(pb.submit)
+        case "abort":
+            return Abort(key_from_pb(pb.abort.key))
+        case "send_outcome":
+            return send_outcome_from_pb(pb.send_outcome)
+        case "receive_outcome":
+            return receive_outcome_from_pb(pb.receive_outcome)
+        case "stop":
+            return Stop()
+        case _:
+            raise ValueError("a command without a body, or of a kind that this build does not know")
+
+
+def _request_from_pb(pb: engine_ipc_pb2.SubmitCommand) -> EngineRequest:
+    return EngineRequest(
+        key=key_from_pb(pb.key),
+        request_type=RequestType(int(pb.request_type)),
+        prompt=token_ids.unpack(pb.prompt.le_uint32),
+        sampling=Sampling(pb.sampling.max_tokens, tuple(pb.sampling.stop_token_ids)),
+        context_phase=_context_phase_from_pb(pb.context_phase) if pb.HasField("context_phase") else None,
+        trace=trace_from_pb(pb.trace) if pb.HasField("trace") else None,
+    )
+
+
+def _context_phase_from_pb(pb: generation_pb2.ContextPhaseParams) -> ContextPhase:
+    return ContextPhase(
+        key=key_from_pb(pb.key),
+        first_tokens=token_ids.unpack(pb.first_tokens.le_uint32),
+        prompt_tokens=pb.prompt_tokens,
+        holder=Holder(pb.endpoint, pb.instance_id, pb.incarnation),
+    )
+
+
+def events_to_bytes(messages: Iterable[EngineMessage]) -> bytes:
+    """One EngineOutput frame."""
+    return engine_ipc_pb2.EngineOutput(events=[_event_to_pb(one) for one in messages]).SerializeToString()
+
+
+def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
+    event = engine_ipc_pb2.EngineEvent
+    match message:
+        case RequestTokens(key, ids):
+            return event(tokens=engine_ipc_pb2.RequestTokens(key=key_to_pb(key), tokens=_tokens_to_pb(ids)))
+        case ContextDone(key, first, report):
+            done = engine_ipc_pb2.ContextDone(
+                key=key_to_pb(key), first_tokens=_tokens_to_pb(first), report=report_to_pb(report)
+            )
+            return event(context_done=done)
+        case RequestFinished():
+            return event(finished=_finished_to_pb(message))
+        case RequestReleased(key):
+            return event(released=engine_ipc_pb2.RequestReleased(key=key_to_pb(key)))
+        case SendOffer():
+            return event(send_offer=send_offer_to_pb(message))
+        case ReceiveRequest():
+            return event(receive_request=receive_request_to_pb(message))
+        case CancelTransfer():
+            return event(cancel_transfer=cancel_transfer_to_pb(message))
+        case EngineLoad():
+            return event(load=load_to_pb(message))
+        case EngineDescription():
+            return event(ready=_ready_to_pb(message))
+
+
+def _tokens_to_pb(ids: tuple[int, ...]) -> common_pb2.TokenIds:
+    return common_pb2.TokenIds(le_uint32=token_ids.pack(ids))
+
+
+def _finished_to_pb(finished: RequestFinished) -> engine_ipc_pb2.RequestFinished:
+    return engine_ipc_pb2.RequestFinished(
+        key=key_to_pb(finished.key),
+        reason=cast("generation_pb2.FinishReason", 0 if finished.reason is None else finished.reason.value),
+        status=b"" if finished.error is None else finished.error.serialize(),
+        report=report_to_pb(finished.report),
+    )
+
+
+def _ready_to_pb(description: EngineDescription) -> engine_ipc_pb2.EngineReady:
+    return engine_ipc_pb2.EngineReady(
+        engine=description.name,
+        max_model_len=description.max_model_len,
+        tokens_per_block=description.tokens_per_block,
+        total_blocks=description.total_blocks,
+        vocab_size=description.vocab_size,
+        model=kv_pb2.ModelFingerprint(
+            weights_digest=description.weights_digest,
+            attention_digest=description.attention_digest,
+            kv_dtype=description.kv_dtype,
+        ),
+    )

@@ -1,0 +1,240 @@
+"""The life of a worker: start in order, serve, leave in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from isthmus.v1 import kv_transfer_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+
+from isthmus_core.config import IsthmusConfig
+from isthmus_core.ids import new_incarnation
+from isthmus_core.logs import setup_logging
+from isthmus_core.rpc import RpcServer
+from isthmus_core.tracing import Tracing
+from isthmus_worker.engine import EngineDescription, EngineLoad
+from isthmus_worker.hub.servicer import Serving, WorkerServicer
+from isthmus_worker.instance_lock import InstanceLock, acquire
+from isthmus_worker.process_engine import EngineLaunch, ProcessEngine
+from isthmus_worker.registration import Registration
+from isthmus_worker.settings import WorkerSettings, child_environment, join_address, worker_settings
+from isthmus_worker.wire.registration import ContextPeer, InstanceDescription, PairView
+from kvtransfer.ports import Holder, RankToHub, SchedulerToHub
+
+if TYPE_CHECKING:
+    from isthmus_worker.hub.handoff import Handoff
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "isthmus-worker"
+# The engine process ended although nobody asked it to, or the cluster no longer wants this instance.
+EXIT_LOST = 4
+# Calls whose leg has ended only have to hand their status over.
+_SERVER_GRACE_S = 1.0
+
+
+class Hub:
+    """One worker instance: gRPC server, engine process, hand-offs, membership.
+
+    `start`, then `run` until it is asked to stop or loses its engine, then `close` (also after a failed `start`).
+    """
+
+    def __init__(self, config: IsthmusConfig, settings: WorkerSettings, environment: dict[str, str]) -> None:
+        self._config, self._settings, self._environment = config, settings, environment
+        self._server = RpcServer(config.tls)
+        self._tracing: Tracing | None = None
+        self._lock: InstanceLock | None = None
+        self._engine: ProcessEngine | None = None
+        self._handoff: Handoff | None = None
+        self._registration: Registration | None = None
+        self._leaving = False
+        self._health_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Port, lock, engine, hand-offs, membership, in this order. Raises ConfigError or StartError."""
+        settings = self._settings
+        port = await self._bind()
+        here = Holder(settings.endpoint(port), settings.instance_id(port), new_incarnation())
+        setup_logging(self._config.logging, SERVICE, here.instance_id)
+        attributes = {"service.instance.id": here.instance_id}
+        self._tracing = Tracing.from_config(self._config.telemetry, SERVICE, attributes)
+        servicer = WorkerServicer(settings.role, self._tracing)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
+        self._lock = await acquire(settings.state_dir, here.instance_id, here.incarnation)
+        engine = self._engine = self._make_engine(here.instance_id, self._lock)
+        description = await engine.start()
+        await self._start_handoff(here, engine, description, self._lock, self._tracing)
+        servicer.serve(Serving(engine, here, self._load))
+        await self._register(here, description)
+        logger.info("serving %s as %s at %s (%s)", settings.model, settings.role_name, here.endpoint, description.name)
+
+    async def _bind(self) -> int:
+        """Listen before anything is spawned: a taken port is found now, and probes see NOT_SERVING while a model
+        loads."""
+        self._server.expose(worker_service_pb2.DESCRIPTOR)
+        if self._settings.transfer is not None:
+            self._server.expose(kv_transfer_service_pb2.DESCRIPTOR)
+        address = join_address(self._settings.listen_host, self._settings.listen_port)
+        port = await self._server.start(address, "worker.listen")
+        self._health_task = asyncio.create_task(self._follow_health())
+        return port
+
+    def _make_engine(self, instance_id: str, lock: InstanceLock) -> ProcessEngine:
+        worker = self._config.worker.model_copy(update={"instance_id": instance_id})
+        launch = EngineLaunch(
+            config=self._config.model_copy(update={"worker": worker}),
+            environment=self._environment,
+            with_rank=self._settings.transfer is not None,
+            start_timeout_s=self._settings.engine_start_timeout_s,
+            lock_fd=lock.fd,
+        )
+        return ProcessEngine(
+            launch, instance_id, on_transfer=self._from_scheduler, on_rank=self._from_rank, on_load=self._on_load
+        )
+
+    async def _start_handoff(
+        self, here: Holder, engine: ProcessEngine, description: EngineDescription, lock: InstanceLock, tracing: Tracing
+    ) -> None:
+        if self._settings.transfer is None:
+            return
+        from isthmus_worker.hub.handoff import start_handoff  # an instance that does both needs none of it
+
+        self._handoff = await start_handoff(
+            self._settings,
+            self._settings.transfer,
+            here,
+            engine,
+            description,
+            exited_incarnations=lock.exited,
+            tracing=tracing,
+            tls=self._config.tls,
+            on_pair=self._on_pair,
+        )
+        self._handoff.serve_on(self._server.server)
+
+    async def _register(self, here: Holder, description: EngineDescription) -> None:
+        instance = InstanceDescription(
+            instance_id=here.instance_id,
+            incarnation=here.incarnation,
+            endpoint=here.endpoint,
+            role=self._settings.role,
+            model=self._settings.model,
+            max_model_len=description.max_model_len,
+            tokens_per_block=description.tokens_per_block,
+            engine=description.name,
+            total_blocks=description.total_blocks,
+        )
+        self._registration = Registration(
+            self._settings.coordinator,
+            instance,
+            tls=self._config.tls,
+            on_peers=self._on_peers,
+            on_member=lambda _: self._health_changed.set(),
+        )
+        self._registration.set_load(self._load())
+        await self._registration.start(self._settings.start_timeout_s)
+
+    async def run(self, stopping: asyncio.Event) -> int:
+        """Serve until `stopping`, then drain: 0. 4 when the engine process ends before that or the coordinator refuses
+        this instance; the reason is one line on stderr."""
+        engine, registration = self._engine, self._registration
+        if engine is None or registration is None:
+            raise RuntimeError("run before start")
+        stop = asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait([stop, engine.exited, registration.refused], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        self._leaving = True
+        self._health_changed.set()
+        if not engine.exited.done():
+            await self._drain(engine, registration)
+        if engine.exited.done():
+            return self._lost(str(engine.exited.result()))
+        if registration.refused.done():
+            return self._lost(f"the coordinator refuses this instance: {registration.refused.result()}")
+        return 0
+
+    async def _drain(self, engine: ProcessEngine, registration: Registration) -> None:
+        """No new work; what runs and what is held may take worker.drain_s."""
+        drain_s = self._settings.drain_s
+        registration.set_draining()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain_s
+        logger.info("draining %d requests, at most %g s", engine.open_requests, drain_s)
+        try:
+            await engine.drain(drain_s)
+            if self._handoff is not None:
+                await self._handoff.drain(max(0.0, deadline - loop.time()))
+        except TimeoutError:
+            logger.warning("%d requests are still open after %g s (worker.drain_s)", engine.open_requests, drain_s)
+
+    def _lost(self, reason: str) -> int:
+        print(f"{SERVICE}: {reason}", file=sys.stderr)
+        return EXIT_LOST
+
+    async def close(self) -> None:
+        """Leave: engine process, reports to the peers, membership, server. Works after any part of `start`."""
+        self._leaving = True
+        self._health_changed.set()
+        if self._engine is not None:
+            await self._engine.stop()
+            if self._handoff is not None and self._engine.exited.done():
+                await self._handoff.ranks_exited(self._engine.exited.result())
+        if self._registration is not None:
+            await self._registration.close()
+        await self._server.stop(_SERVER_GRACE_S)
+        if self._handoff is not None:
+            await self._handoff.close()
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
+        if self._lock is not None:
+            self._lock.release()
+
+    async def _follow_health(self) -> None:
+        """SERVING = registered with a ready engine and not leaving. Pairs are the coordinator's business."""
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            registered = self._registration is not None and self._registration.is_member
+            await self._server.set_serving(registered and not self._leaving)
+
+    def _load(self) -> EngineLoad:
+        load = EngineLoad() if self._engine is None else self._engine.load()
+        in_doubt = 0 if self._handoff is None else self._handoff.in_doubt_pages()
+        return replace(load, in_doubt_blocks=in_doubt)
+
+    def _on_load(self, _: EngineLoad) -> None:
+        if self._registration is not None:
+            self._registration.set_load(self._load())
+
+    def _on_pair(self, pair: PairView) -> None:
+        if self._registration is not None:
+            self._registration.set_pair(pair)
+
+    def _on_peers(self, peers: Sequence[ContextPeer]) -> None:
+        if self._handoff is not None:
+            self._handoff.set_peers(peers)
+
+    def _from_scheduler(self, message: SchedulerToHub) -> None:
+        if self._handoff is None:
+            raise RuntimeError(f"{type(message).__name__} before the hand-off was started")
+        self._handoff.from_scheduler(message)
+
+    def _from_rank(self, rank: int, message: RankToHub) -> None:
+        if self._handoff is None:
+            raise RuntimeError(f"{type(message).__name__} before the hand-off was started")
+        self._handoff.from_rank(rank, message)
+
+
+def build_hub(config: IsthmusConfig) -> Hub:
+    """A worker that has not been started. Raises ConfigError naming the key; needs a running event loop."""
+    return Hub(config, worker_settings(config), child_environment(config))

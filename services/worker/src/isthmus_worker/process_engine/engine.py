@@ -1,0 +1,267 @@
+"""`ProcessEngine`: seam 1 over a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+
+from isthmus_core.errors import ConfigError, NoCapacity, StartError
+from isthmus_core.framing import AsyncFrameSocket, FrameError
+from isthmus_core.ids import check_request_id
+from isthmus_core.keys import RequestKey
+from isthmus_worker.engine import EngineDescription, EngineLoad, EngineRequest, KvEvent
+from isthmus_worker.process_engine.batch import BatchedSender
+from isthmus_worker.process_engine.child import EngineChild, ExitReport
+from isthmus_worker.process_engine.launch import EngineLaunch
+from isthmus_worker.process_engine.legs import LegStream, OpenLegs
+from isthmus_worker.wire.engine_frames import (
+    Abort,
+    EngineCommand,
+    EngineEvent,
+    LegEnded,
+    LegReleased,
+    LegTokens,
+    Stop,
+    commands_to_bytes,
+    events_from_bytes,
+)
+from kvtransfer.errors import WireError
+from kvtransfer.ports import HubToRank, HubToScheduler, RankReady, RankToHub, SchedulerToHub
+from kvtransfer.rank_info import RankInfo
+from kvtransfer.wire import rank_input_to_bytes, rank_output_from_bytes
+
+logger = logging.getLogger(__name__)
+
+# A child that was asked to leave flushes and leaves at once; one that does not is stuck in a kernel or a driver.
+_STOP_S = 5.0
+# After the exit, what the child had written before is still read; a grandchild may keep the sockets open.
+_DRAIN_SOCKETS_S = 1.0
+
+
+class ProcessEngine:
+    """An engine in a child process. Implements `isthmus_worker.engine.Engine`; one event loop owns it.
+
+    `on_transfer` and `on_rank` get what the scheduler and the rank role say to the transfer hub, `on_load` every new
+    load. `exited` completes with the exit report when the process ends, asked for or not; by then every stream has
+    ended and everything that the child said has been delivered.
+    """
+
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        instance_id: str,
+        *,
+        on_transfer: Callable[[SchedulerToHub], None] | None = None,
+        on_rank: Callable[[int, RankToHub], None] | None = None,
+        on_load: Callable[[EngineLoad], None] | None = None,
+    ) -> None:
+        self._launch = launch
+        self._instance_id = instance_id
+        self._on_transfer, self._on_rank, self._on_load = on_transfer, on_rank, on_load
+        self._legs = OpenLegs(instance_id, self.abort)
+        self._load = EngineLoad()
+        self._accepting = False
+        self._refusal = "the engine is starting"
+        self._child: EngineChild | None = None
+        self._commands: BatchedSender[EngineCommand] | None = None
+        self._to_rank: BatchedSender[HubToRank] | None = None
+        self._description: EngineDescription | None = None
+        self._started = asyncio.Event()
+        self.exited: asyncio.Future[ExitReport] = asyncio.get_running_loop().create_future()
+        self._supervisor: asyncio.Task[None] | None = None
+        self.rank_infos: tuple[RankInfo, ...] = ()
+
+    @property
+    def open_requests(self) -> int:
+        """Keys of which the engine holds something."""
+        return len(self._legs)
+
+    async def start(self) -> EngineDescription:
+        """Spawn the process and wait until it can work.
+
+        Raises ConfigError or StartError with the reason; the process is gone then.
+        """
+        child = self._child = EngineChild.spawn(self._launch)
+        try:
+            scheduler = await AsyncFrameSocket.open(child.scheduler)
+            self._commands = BatchedSender(scheduler, commands_to_bytes)
+            sockets, readers = [scheduler], [asyncio.create_task(self._read_scheduler(scheduler))]
+            if child.rank is not None:
+                rank = await AsyncFrameSocket.open(child.rank)
+                self._to_rank = BatchedSender(rank, rank_input_to_bytes)
+                sockets.append(rank)
+                readers.append(asyncio.create_task(self._read_rank(rank)))
+            self._supervisor = asyncio.create_task(self._supervise(child, readers, sockets))
+            description = await self._wait_started()
+        except BaseException:
+            await self._kill()
+            raise
+        self._accepting = True
+        return description
+
+    async def _wait_started(self) -> EngineDescription:
+        timeout_s = self._launch.start_timeout_s
+        started = asyncio.create_task(self._started.wait())
+        try:
+            await asyncio.wait([started, self.exited], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            started.cancel()
+        if self.exited.done():
+            report = self.exited.result()
+            kind = ConfigError if report.code == ConfigError.exit_code else StartError
+            explained = report.last_line and report.code in (ConfigError.exit_code, StartError.exit_code)
+            raise kind(report.last_line if explained else str(report))
+        if self._description is None or not self._started.is_set():
+            raise StartError(
+                f"the engine was not ready after {timeout_s:g} s (worker.engine_start_timeout_s); "
+                "see its output above, or give it more time"
+            )
+        return self._description
+
+    def submit(self, request: EngineRequest) -> LegStream:
+        """Take a leg. Raises InvalidRequest, DuplicateRequest, NoCapacity at once; what only the engine can judge
+        raises from the stream."""
+        check_request_id(request.key.request_id, "key.request_id")
+        if not self._accepting or self._commands is None:
+            raise NoCapacity(f"instance {self._instance_id} takes no requests: {self._refusal}")
+        stream = self._legs.open(request)
+        self._commands.send(request)
+        return stream
+
+    def abort(self, key: RequestKey) -> None:
+        """Cancel a leg or withdraw the pages it holds; keys that are not live are ignored."""
+        if self._commands is not None and self._legs.mark_aborted(key):
+            self._commands.send(Abort(key))
+
+    async def drain(self, deadline_s: float) -> None:
+        """Stop admission, wait until nothing is held. Raises TimeoutError after `deadline_s` seconds."""
+        self._accepting, self._refusal = False, "it is draining"
+        await asyncio.wait_for(self._legs.wait_empty(), deadline_s)
+
+    def open_keys(self) -> list[RequestKey]:
+        """Keys of which the engine holds something, oldest first."""
+        return self._legs.keys()
+
+    def load(self) -> EngineLoad:
+        """As last reported."""
+        return self._load
+
+    async def kv_events(self) -> AsyncIterator[KvEvent]:
+        """Ends at once: blocks are never reused between requests, so there is nothing to tell."""
+        for event in ():
+            yield event
+
+    def deliver(self, message: HubToScheduler) -> None:
+        """Pass an outcome of the transfer hub to the scheduler role. One for a process that is gone is dropped: its
+        pages are gone too."""
+        if self._commands is not None and not self.exited.done():
+            self._commands.send(message)
+
+    def send_to_rank(self, message: HubToRank) -> None:
+        """The way of the transfer hub to the rank role. Raises ConnectionError when it is gone."""
+        if self._to_rank is None:
+            raise ConnectionError("the engine process has no rank role")
+        self._to_rank.send(message)
+
+    async def stop(self) -> None:
+        """End the process and reap it; running requests fail with WorkerLost. Idempotent."""
+        self._accepting, self._refusal = False, "it has stopped"
+        child = self._child
+        if child is None:
+            return
+        if not self.exited.done() and self._commands is not None:
+            try:
+                self._commands.send(Stop())
+            except ConnectionError:
+                logger.debug("the engine process is leaving already")
+            if await child.wait(_STOP_S) is None:
+                logger.warning("the engine process %d did not leave within %g s and is killed", child.pid, _STOP_S)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        child.signal(signal.SIGKILL)
+        await asyncio.shield(child.exited)
+        if self._supervisor is not None:
+            await self._supervisor
+        else:
+            for sock in (child.scheduler, child.rank):
+                if sock is not None:
+                    sock.close()
+
+    async def _supervise(
+        self, child: EngineChild, readers: list[asyncio.Task[None]], sockets: list[AsyncFrameSocket]
+    ) -> None:
+        """To the end of the child: first what it said, then what its end means."""
+        await asyncio.wait([child.exited, *readers], return_when=asyncio.FIRST_COMPLETED)
+        for task in readers:
+            if task.done() and (error := task.exception()) is not None:
+                self._broken(f"what it said could not be applied: {error!r}")
+        if await child.wait(_STOP_S) is None:
+            self._broken("it closed a socket and did not leave")
+        report = await asyncio.shield(child.exited)
+        _, unread = await asyncio.wait(readers, timeout=_DRAIN_SOCKETS_S)
+        for task in unread:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        self._accepting, self._refusal = False, "its engine process is gone"
+        for sender in (self._commands, self._to_rank):
+            if sender is not None:
+                sender.close()
+        for sock in sockets:
+            sock.close()
+        self._legs.lose_all()
+        self._load = EngineLoad(total_blocks=self._load.total_blocks)
+        self.exited.set_result(report)
+
+    async def _read_scheduler(self, sock: AsyncFrameSocket) -> None:
+        try:
+            while (frame := await sock.recv()) is not None:
+                for event in events_from_bytes(frame):
+                    self._apply(event)
+        except FrameError as error:
+            self._broken(f"its scheduler socket: {error}")
+
+    async def _read_rank(self, sock: AsyncFrameSocket) -> None:
+        try:
+            while (frame := await sock.recv()) is not None:
+                for event in rank_output_from_bytes(frame):
+                    if isinstance(event, RankReady):
+                        self.rank_infos = (event.info,)
+                        self._note_started()
+                    elif self._on_rank is not None:
+                        self._on_rank(0, event)
+        except (FrameError, WireError) as error:
+            self._broken(f"its rank socket: {error}")
+
+    def _note_started(self) -> None:
+        if self._description is not None and (self.rank_infos or not self._launch.with_rank):
+            self._started.set()
+
+    def _broken(self, what: str) -> None:
+        """The child can not be understood any more: only its end tells that its writes are over."""
+        child = self._child
+        if child is not None and not child.exited.done():
+            logger.error("the engine process %d is killed: %s", child.pid, what)
+            child.signal(signal.SIGKILL)
+
+    def _apply(self, event: EngineEvent) -> None:
+        match event:
+            case LegTokens() | LegEnded() | LegReleased():
+                self._legs.apply(event)
+            case EngineLoad():
+                self._load = event
+                if self._on_load is not None:
+                    self._on_load(event)
+            case EngineDescription():
+                self._load = EngineLoad(total_blocks=event.total_blocks)
+                self._description = event
+                self._note_started()
+            case _:
+                if self._on_transfer is None:
+                    raise FrameError(f"a {type(event).__name__} of an instance that hands nothing off")
+                self._on_transfer(event)

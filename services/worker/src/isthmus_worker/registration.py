@@ -1,0 +1,259 @@
+"""Membership at the coordinator: one Register stream for as long as the instance lives.
+
+What the coordinator should know is kept here as state, not as a queue: after a broken stream everything is told again,
+and a slow coordinator is told the newest load, never a backlog of old ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
+
+from isthmus_core.config import TlsConfig
+from isthmus_core.errors import StartError, from_rpc_error
+from isthmus_core.rpc import open_channel
+from isthmus_worker.engine import EngineLoad
+from isthmus_worker.wire.registration import (
+    ContextPeer,
+    InstanceDescription,
+    PairView,
+    hello_to_pb,
+    pair_to_pb,
+    peers_from_pb,
+)
+from isthmus_worker.wire.responses import load_to_pb
+
+logger = logging.getLogger(__name__)
+
+# A load is told at most this often.
+LOAD_INTERVAL_S = 0.2
+# The first answer of a coordinator that is up comes at once; one that hangs must not hang the worker.
+_WELCOME_S = 5.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+# Codes that another try will not change.
+_FINAL = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+_Request = coordinator_service_pb2.RegisterRequest
+_Response = coordinator_service_pb2.RegisterResponse
+_Call = grpc.aio.StreamStreamCall[_Request, _Response]
+
+
+class ProtocolError(Exception):
+    """The coordinator said something that this build does not understand."""
+
+
+class Registration:
+    """The Register stream of one instance. One event loop owns it.
+
+    `on_peers` gets the complete list of context instances whenever it changes; `on_member(True/False)` whenever the
+    membership begins or is lost. `refused` completes with the reason when the coordinator will not have this instance
+    (any more): another incarnation has taken its name, or it is misconfigured. Nothing is tried after that.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        description: InstanceDescription,
+        *,
+        tls: TlsConfig | None = None,
+        on_peers: Callable[[Sequence[ContextPeer]], None] | None = None,
+        on_member: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._description = description
+        self._tls = tls
+        self._on_peers, self._on_member = on_peers, on_member
+        self._load = EngineLoad()
+        self._pairs: dict[str, PairView] = {}
+        self._draining = False
+        self._untold_pairs: dict[str, PairView] = {}
+        self._changed = asyncio.Event()
+        self._member = asyncio.Event()
+        self._last_error = "no answer yet"
+        self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_member(self) -> bool:
+        """True while the coordinator knows this instance."""
+        return self._member.is_set()
+
+    def set_load(self, load: EngineLoad) -> None:
+        """The newest load; told when it differs from what was told, at most a few times a second."""
+        self._load = load
+        self._changed.set()
+
+    def set_pair(self, pair: PairView) -> None:
+        """State of the stream to one context instance; told at once."""
+        self._pairs[pair.instance_id] = self._untold_pairs[pair.instance_id] = pair
+        self._changed.set()
+
+    def set_draining(self) -> None:
+        """No new work please."""
+        self._draining = True
+        self._changed.set()
+
+    async def start(self, timeout_s: float) -> None:
+        """Register. Raises StartError with the last reason when the coordinator is not reached within `timeout_s`
+        seconds, or at once when it refuses this instance for good."""
+        self._task = asyncio.create_task(self._run())
+        member = asyncio.create_task(self._member.wait())
+        waits = [member, self.refused, self._task]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            member.cancel()
+        if self.refused.done():
+            raise StartError(f"coordinator {self._coordinator} refuses this instance: {self.refused.result()}")
+        if self._task.done():
+            self._task.result()  # a bug: its traceback
+        if not self._member.is_set():
+            raise StartError(
+                f"coordinator {self._coordinator} was not reached within {timeout_s:g} s (worker.start_timeout_s): "
+                f"{self._last_error}"
+            )
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        async with open_channel(self._coordinator, self._tls) as channel:
+            stub = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
+            while True:
+                was_member = await self._one_stream(stub)
+                if self.refused.done():
+                    return
+                backoff = _FIRST_BACKOFF_S if was_member else min(backoff * 2, _LONGEST_BACKOFF_S)
+                # Jitter: a restarted coordinator must not meet its whole fleet in one instant.
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _one_stream(self, stub: coordinator_service_pb2_grpc.CoordinatorServiceStub) -> bool:
+        """One try, to the end of its stream. True when this instance was a member during it."""
+        call = stub.Register()
+        was_member = False
+        try:
+            await asyncio.wait_for(self._hello(call), _WELCOME_S)
+            was_member = True
+            self._set_member(True)
+            await self._serve(call)
+            self._last_error = "it ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = from_rpc_error(error)
+            self._last_error = reason.message
+            if error.code() in _FINAL:
+                self.refused.set_result(reason.message)
+        except (TimeoutError, ProtocolError) as error:
+            self._last_error = str(error) or f"no welcome within {_WELCOME_S:g} s"
+        finally:
+            call.cancel()
+            self._set_member(False)
+        log = logger.warning if was_member else logger.debug
+        log("coordinator %s: %s", self._coordinator, self._last_error)
+        return was_member
+
+    def _set_member(self, member: bool) -> None:
+        if member == self._member.is_set():
+            return
+        if member:
+            self._member.set()
+        else:
+            self._member.clear()
+        if self._on_member is not None:
+            self._on_member(member)
+
+    async def _hello(self, call: _Call) -> None:
+        await _write(call, hello_to_pb(self._description))
+        first = await call.read()
+        if not isinstance(first, _Response):
+            raise await _status(call)
+        if first.WhichOneof("body") != "welcome":
+            raise ProtocolError(f"it answered Hello with {first.WhichOneof('body')}")
+
+    async def _serve(self, call: _Call) -> None:
+        """Read and write until either side ends."""
+        self._untold_pairs = dict(self._pairs)
+        tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._tell(call))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read(self, call: _Call) -> None:
+        while isinstance(message := await call.read(), _Response):
+            if message.WhichOneof("body") != "peers":
+                raise ProtocolError(f"it sent {message.WhichOneof('body')} to a member")
+            try:
+                peers = peers_from_pb(message.peers)
+            except ValueError as error:
+                raise ProtocolError(f"peers: {error}") from error
+            known = {peer.instance_id for peer in peers}
+            self._pairs = {name: pair for name, pair in self._pairs.items() if name in known}
+            if self._on_peers is not None:
+                self._on_peers(peers)
+        raise await _status(call)
+
+    async def _tell(self, call: _Call) -> None:
+        told_load: EngineLoad | None = None
+        told_draining = False
+        load_allowed_at = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            self._changed.clear()
+            if self._draining and not told_draining:
+                told_draining = True
+                await _write(call, _Request(draining=coordinator_service_pb2.Draining()))
+            while self._untold_pairs:
+                _, pair = self._untold_pairs.popitem()
+                await _write(call, _Request(pair=pair_to_pb(pair)))
+            wait_s = None
+            if self._load != told_load:
+                wait_s = load_allowed_at - loop.time()
+                if wait_s <= 0:
+                    wait_s, told_load = None, self._load
+                    load_allowed_at = loop.time() + LOAD_INTERVAL_S
+                    await _write(call, _Request(load=load_to_pb(told_load)))
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+            except TimeoutError:
+                continue
+
+
+async def _write(call: _Call, message: _Request) -> None:
+    """Raises the call's status when it has ended (grpc.aio says InvalidStateError then)."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        raise await _status(call) from None
+
+
+async def _status(call: _Call) -> Exception:
+    """Why a stream ended."""
+    code, details = await call.code(), await call.details()
+    if code is grpc.StatusCode.OK:
+        return ProtocolError("it ended the stream")
+    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+    return grpc.aio.AioRpcError(code, initial, trailing, details)

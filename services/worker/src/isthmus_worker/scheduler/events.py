@@ -1,0 +1,48 @@
+"""What the scheduler says about requests: the values behind engine_ipc.proto's events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isthmus_core.errors import IsthmusError
+    from isthmus_core.keys import RequestKey
+    from isthmus_worker.engine import FinishReason, LegReport
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTokens:
+    """New tokens of a request."""
+
+    key: RequestKey
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextDone:
+    """A context leg is over and its pages are offered. Ends the client's side, as RequestFinished does."""
+
+    key: RequestKey
+    first_tokens: tuple[int, ...]
+    report: LegReport
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """The client's side of a request is over: with a reason, or with the error that ended it."""
+
+    key: RequestKey
+    reason: FinishReason | None
+    error: IsthmusError | None
+    report: LegReport
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReleased:
+    """Nothing of a request is left: no block, no queue entry. Comes after the end of the client's side."""
+
+    key: RequestKey
+
+
+SchedulerEvent = RequestTokens | ContextDone | RequestFinished | RequestReleased

@@ -1,0 +1,84 @@
+"""The scheduler's use of the transceiver: offer, ask, cancel, and what the outcomes mean for a client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from isthmus_core.errors import HandoffExpired, InternalError, IsthmusError, TransferFailed
+from kvtransfer.ports import RankBlocks, ReceiveRequest, TokenRange, TransferFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from isthmus_core.keys import RequestKey
+    from isthmus_worker.scheduler.request import Request
+    from kvtransfer.ports import ReceiveOutcome, SendOutcome
+
+
+class Transceiver(Protocol):
+    """The part of `kvtransfer.transceiver.scheduler.SchedulerTransceiver` that the scheduler uses."""
+
+    def respond_and_send_async(self, key: RequestKey, tokens: TokenRange, sources: Sequence[RankBlocks]) -> None: ...
+
+    def request_and_receive_async(self, request: ReceiveRequest) -> None: ...
+
+    def check_context_transfer_status(self, at_least: int = 0, timeout_s: float = 0.0) -> list[SendOutcome]: ...
+
+    def check_gen_transfer_status(self, at_least: int = 0, timeout_s: float = 0.0) -> list[ReceiveOutcome]: ...
+
+    def cancel_request(self, key: RequestKey) -> bool: ...
+
+
+class Handoffs:
+    """One rank (0) and `layer_groups` groups that share a block table.
+
+    `hold_s`: how long a context instance holds pages, for the text of the error.
+    """
+
+    def __init__(self, transceiver: Transceiver, layer_groups: int, hold_s: float) -> None:
+        self._transceiver, self._layer_groups, self._hold_s = transceiver, layer_groups, hold_s
+
+    def offer(self, request: Request, blocks: NDArray[np.int32]) -> None:
+        """Offers the KV of the prompt. The blocks stay pinned until its SendOutcome."""
+        tokens = TokenRange(0, request.prompt_length)
+        self._transceiver.respond_and_send_async(request.key, tokens, self._lists(blocks))
+
+    def receive(self, request: Request, blocks: NDArray[np.int32]) -> None:
+        """Exposes blocks and asks for the KV of the prompt. They stay exposed until a settled ReceiveOutcome.
+
+        The executor is synchronous: no kernel of a former owner of the blocks is running.
+        """
+        phase = request.source.context_phase
+        if phase is None:
+            raise InternalError(f"request {request.key} has no context phase to receive from")
+        tokens = TokenRange(0, request.prompt_length)
+        self._transceiver.request_and_receive_async(
+            ReceiveRequest(request.key, tokens, self._lists(blocks), phase.holder, request.source.trace)
+        )
+
+    def cancel(self, key: RequestKey) -> bool:
+        """True: no write can touch the blocks. False: ask again when something was heard."""
+        return self._transceiver.cancel_request(key)
+
+    def sends(self) -> list[SendOutcome]:
+        """Offers that are over."""
+        return self._transceiver.check_context_transfer_status()
+
+    def receives(self) -> list[ReceiveOutcome]:
+        """Caches that have arrived or will not."""
+        return self._transceiver.check_gen_transfer_status()
+
+    def error(self, request: Request, outcome: ReceiveOutcome) -> IsthmusError:
+        """What the client of a failed hand-off is told."""
+        if outcome.failure in (TransferFailure.EXPIRED, TransferFailure.NOT_HELD):
+            return HandoffExpired(request.key, self._hold_s)
+        phase = request.source.context_phase
+        holder = "an unknown instance" if phase is None else phase.holder.instance_id
+        reason = outcome.reason or outcome.failure.name.lower().replace("_", " ")
+        return TransferFailed(request.key, holder, reason)
+
+    def _lists(self, blocks: NDArray[np.int32]) -> tuple[RankBlocks, ...]:
+        return tuple(RankBlocks(0, group, blocks) for group in range(self._layer_groups))

@@ -1,0 +1,41 @@
+"""What the mock engine must say, in plain Python: an independent second implementation of its definition.
+
+The definition is in the docstring of `isthmus_worker.mock_engine.hashing`; nothing of that module is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31
+
+
+def _numbered(name: bytes, index: int) -> int:
+    return _mix(_mix(int.from_bytes(name, "big") + index * _GOLDEN))
+
+
+def oracle(prompt: Sequence[int], n: int, *, seed: int = 0, layers: int = 2, bytes_per_token: int = 8) -> list[int]:
+    """The first `n` tokens after `prompt`, whatever the block size, the chunks and the instances that compute them."""
+    inner = layers * 2 * bytes_per_token // 8
+    salts = [_numbered(b"SALTSALT", index) for index in range(inner)]
+    coefficients = [_numbered(b"COEFFICI", index) | 1 for index in range(inner)]
+    key = _mix(seed)
+    tokens = list(prompt)
+    state = 0
+    for position in range(len(prompt) + n - 1):
+        base = _mix(key ^ (tokens[position] * _GOLDEN + position * 0xD1B54A32D192ED03) & _MASK)
+        words = (_mix(base ^ salt) for salt in salts)
+        value = sum(coefficient * word for coefficient, word in zip(coefficients, words, strict=True))
+        state = (state + (_numbered(b"WEIGHT__", position) | 1) * value) & _MASK
+        length = position + 1
+        if length >= len(prompt):
+            tokens.append(32 + _mix(state + length * 0x8CB92BA72F3D8DD7) % 95)
+    return tokens[len(prompt) :]
