@@ -21,7 +21,7 @@ NEW_TOKENS = 12
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 129, 500, 2100)
 TEXT = (
     "The isthmus joins two lands and parts two seas. Ships once sailed ten thousand miles to pass it; now a canal cuts "
-    "through the hills, and pilots guide the hulls from lock to lock. In spring the rain fills the lake above them, and "
+    "through the hills, and pilots guide the hulls from lock to lock. In spring the rain fills the lake above them; "
     "in summer {} engineers measure its level every {} hours, because water that has run down does not come back. "
 )
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_oracle import oracle
 
 from isthmus_core.config import MockConfig
 from isthmus_core.errors import ConfigError
 from isthmus_worker.mock_engine import MockRunner
 from isthmus_worker.runner import BatchRow
+from mock_oracle import oracle
 from sched_bench import memory_of
 
 PROMPT = [32 + index * 7 % 95 for index in range(37)]

@@ -1,15 +1,15 @@
-"""Both legs of a split request: offers, receives, failures, aborts, and blocks that stay while a peer may touch them."""
+"""Both legs of a split request: offers, receives, failures, aborts, blocks that stay while a peer may touch them."""
 
 from __future__ import annotations
 
 import grpc
 import pytest
-from mock_oracle import oracle
 
 from isthmus_core.errors import HandoffExpired, InternalError, RequestCancelled, TransferFailed
 from isthmus_worker.engine import ContextPhase, FinishReason
 from isthmus_worker.scheduler import ContextDone, RequestFinished, RequestTokens
 from kvtransfer.ports import HandoffStats, ReceiveOutcome, ReceiveRequest, SendOffer, TransferFailure, TransferStats
+from mock_oracle import oracle
 from sched_bench import HOLDER, Bench, copy_cache
 
 PROMPT = [32 + index * 7 % 95 for index in range(37)]

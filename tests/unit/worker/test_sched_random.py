@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_oracle import oracle
 
 from isthmus_core.errors import InvalidRequest, Overloaded
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import ContextPhase, FinishReason
 from isthmus_worker.scheduler import ContextDone, RequestFinished
 from kvtransfer.ports import TransferFailure
+from mock_oracle import oracle
 from sched_bench import HOLDER, Bench, copy_cache
 
 OPERATIONS = st.lists(
@@ -66,9 +68,11 @@ class World:
             return
 
     def hand_off(self, draw: int) -> None:
-        """The router starts the generation leg of a context leg that is done, whether or not its pages are still held."""
+        """The router starts the generation leg of a context leg that is done; now and then one that nobody holds."""
         done = [key for key, trail in self.context.trails.items() if isinstance(trail.end, ContextDone)]
         ready = [key for key in done if key not in self.generation.trails]
+        held = [key for key in ready if key in self.context.exposed]
+        ready = held if held and draw % 4 else ready
         if not ready:
             return
         key = ready[draw % len(ready)]
@@ -82,7 +86,7 @@ class World:
     def hub(self, operation: str, draw: int) -> None:
         """One hand-off that is under way goes on."""
         waiting = list(self.generation.exposed)
-        if draw % 4 == 0 or not waiting:
+        if draw % 5 == 0 or not waiting:
             offers = list(self.context.exposed)
             if offers:
                 self.context.deliver_send(offers[draw % len(offers)], TransferFailure.EXPIRED)
@@ -133,16 +137,16 @@ def test_any_order_of_operations(operations: list[tuple[str, int]], sizes: dict[
     world.check()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_long_mixed_load(seed: int):
     sizes = {"num_blocks": 16, "tokens_per_block": 3, "max_running": 6, "max_batch_tokens": 11, "max_waiting": 8}
     world = World(sizes)
-    draw = seed + 1
-    for _ in range(600):
-        draw = draw * 1103515245 + 12345 & 0x7FFFFFFF
-        names = ("submit", "step", "step", "step", "handoff", "settle", "settle", "fail", "abort", "step", "step")
-        world.run(names[draw // 65536 % len(names)], draw // 7)
+    random = Random(seed)
+    names = ("submit", "step", "step", "step", "handoff", "settle", "settle", "fail", "abort", "step", "step", "step")
+    for _ in range(5000):
+        world.run(random.choice(names), random.randrange(1 << 20))
     world.finish()
     world.check()
-    ends = [trail.end for bench in world.benches for trail in bench.trails.values()]
-    assert sum(isinstance(end, RequestFinished) and end.reason is not None for end in ends) > 20
+    for bench in (world.unsplit, world.generation):
+        done = [trail for trail in bench.trails.values() if isinstance(trail.end, RequestFinished) and trail.end.reason]
+        assert len(done) >= 5, "too few requests came through for this to prove anything"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from mock_oracle import oracle
 
 from isthmus_core.errors import (
     DuplicateRequest,
@@ -16,6 +15,7 @@ from isthmus_core.errors import (
 from isthmus_worker.engine import ContextPhase, FinishReason, RequestType
 from isthmus_worker.scheduler import RequestFinished, RequestTokens
 from isthmus_worker.scheduler.request import TRANSITIONS, Phase
+from mock_oracle import oracle
 from sched_bench import HOLDER, LEGS, Bench, new_key
 
 PROMPT = [32 + index * 7 % 95 for index in range(37)]
@@ -97,7 +97,7 @@ def test_admission_is_in_order_of_arrival_even_if_a_later_one_would_fit():
 def test_the_youngest_is_preempted_and_its_text_does_not_change():
     bench = Bench(num_blocks=8)
     keys = [bench.submit([65 + index], 20) for index in range(4)]
-    held = {key: 0 for key in keys}
+    held = dict.fromkeys(keys, 0)
     preempted: list = []
     while bench.step():
         for key in keys:

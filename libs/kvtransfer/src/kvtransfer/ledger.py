@@ -160,6 +160,11 @@ class Ledger:
             self._owner[place][ids] = _FREE
         del self._held[key], self._by_token[held.token]
 
+    @property
+    def capacity(self) -> int:
+        """All pages, those in any state and the free ones."""
+        return sum(len(owner) for owner in self._owner.values())
+
     def state(self, key: RequestKey) -> PageState | None:
         """None when the attempt holds nothing."""
         held = self._held.get(key)
@@ -171,7 +176,7 @@ class Ledger:
         return 0 if held is None else held.count
 
     def waiting_for(self, key: RequestKey) -> tuple[Writer, ...]:
-        """Writers of the attempt that have not said that they are done."""
+        """Writers of the attempt that have not said that they are done, or are not known to be."""
         return tuple(writer for writer, outcome in self._get(key).writers.items() if outcome is None)
 
     def held(self) -> dict[PageState, int]:

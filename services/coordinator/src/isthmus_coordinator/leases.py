@@ -91,7 +91,7 @@ class LeaseTable:
                 raise LeaseRefused(
                     f"request id bits {lease.node_id}/{lease.process_id} are leased to router {entry.router_id}"
                 )
-            if not kept and lease.base_ms < entry.floor_ms:
+            if not kept and lease.base_ms < entry.floor(entry.free_at):
                 raise LeaseRefused(f"the lease on bits {lease.node_id}/{lease.process_id} has lapsed")
             old_token = entry.token
         floor_ms = lease.base_ms if entry is None else max(lease.base_ms, entry.floor(now))

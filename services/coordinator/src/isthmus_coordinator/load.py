@@ -67,7 +67,7 @@ class OpenPlacements:
 
     def on(self, start: Start) -> int:
         """Open placements on an instance."""
-        return self._on[start] if start in self._on else 0
+        return self._on.get(start, 0)
 
     def __len__(self) -> int:
         return len(self._open)

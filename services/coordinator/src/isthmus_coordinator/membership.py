@@ -6,10 +6,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import grpc
 
 from isthmus_core.errors import IsthmusError
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Replaced starts that are remembered, so that none of them comes back and pushes its successor out.
 _MAX_REPLACED = 4096
@@ -115,9 +119,8 @@ class Membership:
         self._last[name] = instance.incarnation
         if last is not None and last != instance.incarnation:
             self._replaced[Start(name, last)] = None
-        for seen in (self._last, self._replaced):
-            if len(seen) > _MAX_REPLACED:
-                del seen[next(iter(seen))]
+        _forget_oldest(self._last)
+        _forget_oldest(self._replaced)
         old = self._members.get(name)
         member = self._members[name] = Member(next(self._tokens), instance)
         if old is None:
@@ -154,3 +157,8 @@ class Membership:
     def models(self) -> list[str]:
         """Names of the models of all members, sorted."""
         return sorted({member.instance.model for member in self._members.values()})
+
+
+def _forget_oldest(seen: dict[K, V]) -> None:
+    if len(seen) > _MAX_REPLACED:
+        del seen[next(iter(seen))]

@@ -1,7 +1,8 @@
 """Which context instance can hand off to which generation instance: what the generation instances report.
 
-A report is kept for as long as the generation instance has been told to hold a stream to that start of the context
-instance: it reports changes, so what it said stays true until it is told otherwise.
+A report is kept until the generation instance is told that it needs no stream to that start of the context instance:
+it reports changes only, so what it said stays true until then. Before it has been told anything, every report counts:
+after a restart of the coordinator it may speak of context instances that have not come back yet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from isthmus_coordinator.membership import Instance, Member, Role, Start
+from isthmus_coordinator.membership import Instance, Member, Start
 
 
 class PairState(Enum):
@@ -42,18 +43,6 @@ class Pair:
 CONNECTING = Pair(PairState.CONNECTING)
 
 
-def peers_of(member: Member, members: Iterable[Member]) -> tuple[Instance, ...]:
-    """Context instances that a generation instance keeps streams to: all of its model, draining ones too, because
-    what they hold must still be handed off."""
-    if member.instance.role is not Role.GENERATION:
-        return ()
-    return tuple(
-        other.instance
-        for other in members
-        if other.instance.role is Role.CONTEXT and other.instance.model == member.instance.model
-    )
-
-
 class Pairs:
     """Announcements and reports, per stream of a generation instance."""
 
@@ -61,18 +50,24 @@ class Pairs:
         self._announced: dict[int, frozenset[Start]] = {}
         self._reports: dict[int, dict[Start, Pair]] = {}
 
+    def open(self, token: int) -> None:
+        """A generation instance has opened that stream."""
+        self._reports[token] = {}
+
     def announced(self, token: int, peers: Iterable[Instance]) -> None:
         """The generation instance of that stream is being told this complete list."""
         starts = frozenset(peer.start for peer in peers)
         self._announced[token] = starts
-        reports = self._reports.get(token, {})
-        self._reports[token] = {start: pair for start, pair in reports.items() if start in starts}
+        self._reports[token] = {start: pair for start, pair in self._reports[token].items() if start in starts}
 
     def report(self, token: int, context: Start, pair: Pair) -> bool:
-        """Take a report. False when it is about a start of a context instance that was not announced (any more)."""
-        if context not in self._announced.get(token, ()):
+        """Take a report. False when it is about a start of a context instance that the last list does not name."""
+        if token in self._announced and context not in self._announced[token]:
             return False
-        self._reports[token][context] = pair
+        reports = self._reports[token]
+        for start in [start for start in reports if start.instance_id == context.instance_id]:
+            del reports[start]  # one stream per context instance
+        reports[context] = pair
         return True
 
     def forget(self, token: int) -> None:
@@ -86,4 +81,4 @@ class Pairs:
 
     def __len__(self) -> int:
         """Streams known."""
-        return len(self._announced)
+        return len(self._reports)

@@ -38,7 +38,6 @@ class StreamState(Enum):
     WAIT_HELLO = auto()
     LOADING = auto()
     READY = auto()
-    ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +90,6 @@ class ContextControl:
         stream = self._streams.pop(number, None)
         if stream is None or stream.peer is None:
             return
-        stream.state = StreamState.ENDED
         peer = self._peers.get(stream.peer)
         if peer is not None and peer.stream == number:
             peer.stream, peer.quiet_since = None, now
@@ -99,7 +97,7 @@ class ContextControl:
     def envelope(self, number: int, envelope: Envelope, now: float) -> None:
         """Everything that came at once. Raises ProtocolError: the driver then ends the stream with that text."""
         stream = self._streams.get(number)
-        if stream is None or stream.state is StreamState.ENDED:
+        if stream is None:
             return
         stream.liveness.heard(now)
         for message in envelope.messages:
@@ -107,7 +105,7 @@ class ContextControl:
                 self._hello(stream, envelope, message, now)
             else:
                 self._said(stream, envelope, message, now)
-            if stream.state is StreamState.ENDED:
+            if stream.number not in self._streams:
                 return
 
     def rank_loaded(self, rank: int, loaded: PeerLoaded, now: float) -> None:
@@ -227,7 +225,6 @@ class ContextControl:
     def _finish(self, stream: _Stream, reason: EndReason, text: str, now: float) -> None:
         self._end(stream.number, reason, text)
         self.closed(stream.number, now)
-        stream.state = StreamState.ENDED
 
     def _drop_predecessors(self, peer_id: PeerId) -> None:
         """Earlier incarnations of an instance that has come back, as far as nothing is being written to them."""

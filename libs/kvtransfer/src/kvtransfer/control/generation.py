@@ -150,12 +150,11 @@ class GenerationControl:
             raise ProtocolError(f"an envelope of {peer[0]} is meant for another incarnation")
         link.liveness.heard(now)
         for message in envelope.messages:
+            # A message may have ended the stream: what came with it then is from nobody.
             if link.state is LinkState.GREETING:
                 self._greeted(peer, link, envelope, message, now)
             elif link.state is LinkState.READY:
                 self._said(peer, link, envelope, message, now)
-            if link.state is LinkState.DOWN:
-                return
 
     def tick(self, now: float) -> None:
         """Probes quiet streams, lets go of links that nobody needs."""
@@ -220,7 +219,6 @@ class GenerationControl:
         found = (welcome.instance.instance_id, welcome.instance.incarnation)
         if found != peer:
             self._sessions.peer_superseded(peer, f"{link.address.endpoint} now is incarnation {found[1].hex()}", now)
-            self._sessions.peer_known(peer)
             self._finish(peer, EndReason.UNNEEDED, f"not instance {peer[0]}, incarnation {peer[1].hex()}", now)
             return
         verdict = check_welcome(link.hello, welcome)

@@ -173,8 +173,14 @@ class TransmitSessions:
                 self._over(attempt, never(order.key, writer, reason), now)
 
     def rank_exited(self, rank: int, reason: str, now: float) -> None:
-        """Exit report of the parent. Open writes of the rank are over once the fabric has drained: see `tick`."""
+        """Exit report of the parent. Open writes of the rank are over once the fabric has drained: see `tick`. Pages
+        that nobody has asked for are gone with it."""
         self._exited.setdefault(rank, (now + self._config.drain_s, reason))
+        for attempt in list(self._open.values()):
+            if attempt.state is TransmitState.OFFERED and any(one.rank == rank for one in attempt.offer.sources):
+                attempt.failure = TransferFailure.WRITE_FAILED
+                attempt.reason = f"rank {rank} of the context instance exited: {reason}"
+                self._step(attempt, TransmitEvent.REFUSED, now)
 
     def tick(self, now: float) -> None:
         """Expires offers and settles the writes of exited ranks."""

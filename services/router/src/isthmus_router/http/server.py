@@ -49,6 +49,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=max(1, math.ceil(drain_s)),  # whole seconds

@@ -101,10 +101,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    """One line, the last one, with the reason: the hub reports it."""
+    """One line, the last one, with nothing but the reason: the hub reports it as it is."""
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     kind = "" if isinstance(error, ConfigError | StartError | IsthmusError) else f"{type(error).__name__}: "
-    print(f"{PROGRAM}: {kind}{text or type(error).__name__}", file=sys.stderr)
+    print(f"{kind}{text or type(error).__name__}", file=sys.stderr)
     return code
 
 

@@ -60,5 +60,5 @@ class RankRole:
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None and self._serving.is_set():
-            print(f"isthmus_worker.engine_process: the transfer agent failed: {error}", file=sys.stderr)
+            print(f"the transfer agent failed: {error}", file=sys.stderr)
             leave(AGENT_FAILED)

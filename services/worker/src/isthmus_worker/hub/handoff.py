@@ -15,7 +15,7 @@ from isthmus_worker.process_engine import ExitReport, ProcessEngine
 from isthmus_worker.settings import WorkerSettings
 from isthmus_worker.wire.registration import ContextPeer, PairView
 from kvtransfer.config import TransferConfig
-from kvtransfer.hub import PairStatus, PeerAddress, TransferHub
+from kvtransfer.hub import EngineStatus, PairStatus, PeerAddress, TransferHub
 from kvtransfer.ports import Holder, HubToRank, RankToHub, SchedulerToHub
 from kvtransfer.rank_info import ModelFingerprint
 
@@ -113,6 +113,7 @@ async def start_handoff(
         deliver=engine.deliver,
         on_pair=lambda pair: on_pair(_view(pair)),
         tracing=tracing,
+        status=lambda: _status(engine),
         tls=tls,
         exited_incarnations=exited_incarnations,
     )
@@ -122,3 +123,8 @@ async def start_handoff(
 
 def _view(pair: PairStatus) -> PairView:
     return PairView(pair.instance_id, pair.incarnation, pair.state.value, tuple(pair.incompatibilities))
+
+
+def _status(engine: ProcessEngine) -> EngineStatus:
+    load = engine.load()
+    return EngineStatus(load.total_blocks - load.used_blocks, load.total_blocks, engine.open_requests)

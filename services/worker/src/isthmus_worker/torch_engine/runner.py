@@ -146,4 +146,6 @@ def _open_device(name: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= count:
             raise ModelUnusable(f"engine.device = {name}: torch sees {count} CUDA devices")
+        # cuDNN builds a plan (50 ms and more) for every new shape, and each decode step has one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device

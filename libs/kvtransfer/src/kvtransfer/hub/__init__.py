@@ -1,0 +1,6 @@
+"""The hub's part in hand-offs: what the worker's front process runs."""
+
+from kvtransfer.control.generation import PairState, PairStatus, PeerAddress
+from kvtransfer.hub.transfer_hub import EngineStatus, TransferHub
+
+__all__ = ["EngineStatus", "PairState", "PairStatus", "PeerAddress", "TransferHub"]

@@ -1,0 +1,205 @@
+"""Everything a hub decides about hand-offs, without I/O: ledger, sessions and peer machines behind one set of events.
+
+from_scheduler, from_rank, rank_exited, set_peers, streams opened/said/closed, tick  ─▶ HubCore ─▶ Effects
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvtransfer.control.context import ContextControl
+from kvtransfer.control.generation import GenerationControl, PairStatus, PeerAddress
+from kvtransfer.ledger import Ledger, PageState
+from kvtransfer.messages import Cancel, KvRequest, PeerBody, Reconcile
+from kvtransfer.ports import (
+    CancelTransfer,
+    PeerLoaded,
+    RankReady,
+    ReceiveRequest,
+    SendOffer,
+    TransferNotice,
+    WriteOrder,
+)
+from kvtransfer.session.actions import ToPeer, ToRank, ToScheduler
+from kvtransfer.session.receive import ReceiveSessions
+from kvtransfer.session.transmit import TransmitSessions
+
+if TYPE_CHECKING:
+    from isthmus_core.tracing import Tracing
+    from kvtransfer.config import TransferConfig
+    from kvtransfer.control.negotiation import Dialect
+    from kvtransfer.messages import SessionView
+    from kvtransfer.ports import HubToRank, HubToScheduler, RankToHub, SchedulerToHub
+    from kvtransfer.rank_info import InstanceInfo
+    from kvtransfer.session.actions import Action, EndReason, PeerId
+
+
+class Effects(Protocol):
+    """What a driver does for the core. Nothing waits and nothing calls back into the core.
+
+    Streams of the context side are numbered by the driver; those of the generation side, links, are named by the peer.
+    """
+
+    def deliver(self, message: HubToScheduler) -> None:
+        """Hand an outcome to the scheduler role."""
+        ...
+
+    def to_rank(self, rank: int, message: HubToRank) -> None:
+        """Hand a command to a rank role. Raises ConnectionError when it can not be handed over any more."""
+        ...
+
+    def stream_say(self, stream: int, body: PeerBody) -> None:
+        """Queue a message on a stream that a generation instance has opened."""
+        ...
+
+    def stream_end(self, stream: int, reason: EndReason, text: str) -> None:
+        """End it after what was queued."""
+        ...
+
+    def link_say(self, peer: PeerId, body: PeerBody) -> None:
+        """Queue a message on the stream to a context instance."""
+        ...
+
+    def link_end(self, peer: PeerId, reason: EndReason, text: str) -> None:
+        """End it after what was queued; it is opened again."""
+        ...
+
+    def link_start(self, address: PeerAddress) -> None:
+        """Keep a stream to the context instance open from now on."""
+        ...
+
+    def link_stop(self, peer: PeerId) -> None:
+        """No longer."""
+        ...
+
+    def pair(self, status: PairStatus) -> None:
+        """A pair has changed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    rank: int
+    order: WriteOrder
+
+
+class HubCore:
+    """One instance. All times are `now` in seconds, monotonic."""
+
+    def __init__(
+        self,
+        local: InstanceInfo,
+        config: TransferConfig,
+        effects: Effects,
+        tracing: Tracing,
+        dialect: Dialect | None = None,
+    ) -> None:
+        self.local = local
+        self._effects = effects
+        self._lost: list[_Lost] = []
+        self.ledger = Ledger.of(local.ranks)
+        self.transmit = TransmitSessions(config, self._emit, tracing)
+        self.receive = ReceiveSessions(config, self.ledger, self._emit, tracing)
+        self.context = ContextControl(
+            local, config, self.transmit, self._emit, effects.stream_say, effects.stream_end, dialect
+        )
+        self.generation = GenerationControl(
+            local,
+            config,
+            self.receive,
+            effects.link_say,
+            effects.link_end,
+            effects.link_start,
+            effects.link_stop,
+            effects.pair,
+            dialect,
+        )
+
+    def from_scheduler(self, message: SchedulerToHub, now: float) -> None:
+        """Raises TransferStateError for a key that is in use."""
+        match message:
+            case SendOffer():
+                self.transmit.offer(message, now)
+            case ReceiveRequest():
+                self.receive.receive(message, now)
+            case CancelTransfer(key):
+                self.transmit.withdraw(key, now)
+                self.receive.withdraw(key, now)
+        self.settle_lost(now)
+
+    def from_rank(self, rank: int, message: RankToHub, now: float) -> None:
+        """An event of a rank role. RankReady says what `local` holds already."""
+        match message:
+            case TransferNotice():
+                self.transmit.notice(rank, message, now)
+            case PeerLoaded():
+                self.context.rank_loaded(rank, message, now)
+            case RankReady():
+                pass
+        self.settle_lost(now)
+
+    def rank_exited(self, rank: int, reason: str, now: float) -> None:
+        """The parent's exit report, the only proof that a rank writes no more."""
+        self.transmit.rank_exited(rank, reason, now)
+        self.receive.rank_exited(rank, reason, now)
+        self.context.rank_exited(rank, now)
+
+    def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
+        """The complete list of context instances."""
+        self.generation.set_peers(addresses, now)
+
+    def tick(self, now: float) -> None:
+        """Deadlines, drained exits, probes. To be called several times a second."""
+        self.transmit.tick(now)
+        self.receive.tick(now)
+        self.context.tick(now)
+        self.generation.tick(now)
+        self.settle_lost(now)
+
+    def settle_lost(self, now: float) -> None:
+        """Orders that no rank took are never started. Called after every event that may order a write."""
+        while self._lost:
+            lost = self._lost.pop()
+            self.transmit.order_lost(lost.rank, lost.order, now)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no session is open and every destination page is free."""
+        return self.transmit.is_idle and self.receive.is_idle and self.ledger.is_empty
+
+    @property
+    def in_doubt_pages(self) -> int:
+        """Destination pages whose writers can not be asked."""
+        return self.ledger.held()[PageState.IN_DOUBT]
+
+    def views(self, now: float) -> list[SessionView]:
+        """Open sessions of both sides."""
+        return self.transmit.views(now) + self.receive.views(now)
+
+    def _emit(self, action: Action) -> None:
+        match action:
+            case ToScheduler(message):
+                self._effects.deliver(message)
+            case ToRank(rank, command):
+                self._order(rank, command)
+            case ToPeer(peer, body):
+                self._to_peer(peer, body)
+
+    def _order(self, rank: int, command: HubToRank) -> None:
+        try:
+            self._effects.to_rank(rank, command)
+        except ConnectionError:
+            # The rank's exit report settles all else; an order that was never handed over must not wait for it.
+            if isinstance(command, WriteOrder):
+                self._lost.append(_Lost(rank, command))
+
+    def _to_peer(self, peer: PeerId, body: PeerBody) -> None:
+        if isinstance(body, KvRequest | Cancel | Reconcile):
+            if self.generation.is_ready(peer):
+                self._effects.link_say(peer, body)
+            return
+        stream = self.context.stream_of(peer)
+        if stream is not None:
+            self._effects.stream_say(stream, body)

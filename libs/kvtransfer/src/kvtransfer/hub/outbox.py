@@ -1,0 +1,76 @@
+"""Messages that wait for a stream. What is queued when the stream can take more leaves in one envelope; no timer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvtransfer.session.actions import EndReason
+from kvtransfer.wire import peer_message_to_pb
+
+if TYPE_CHECKING:
+    from isthmus.v1 import transfer_pb2
+
+    from kvtransfer.messages import PeerBody
+
+MAX_MESSAGES = 64
+MAX_BYTES = 1 << 20
+# A peer that does not read is cut off rather than remembered for ever; Reconcile makes up for what is lost.
+MAX_QUEUED = 1 << 16
+
+
+class Outbox:
+    """One stream's queue, on one event loop. `ended` holds the reason once the stream is to end."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[transfer_pb2.PeerMessage, int]] = deque()
+        self._wake = asyncio.Event()
+        self._leaving = 0
+        self.ended: tuple[EndReason, str] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are queued, or taken and not known to be written: the next `batch` call says that they are."""
+        return len(self._queue) + self._leaving
+
+    def say(self, body: PeerBody) -> None:
+        """Queues a message; dropped when the stream is to end."""
+        if self.ended is not None:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self._queue.clear()
+            self.end(EndReason.UNAVAILABLE, f"{MAX_QUEUED} messages wait, the peer does not read")
+            return
+        message = peer_message_to_pb(body)
+        self._queue.append((message, message.ByteSize()))
+        self._wake.set()
+
+    def end(self, reason: EndReason, text: str) -> None:
+        """Nothing more is queued; what is queued still goes out. The first reason counts."""
+        if self.ended is None:
+            self.ended = (reason, text)
+        self._wake.set()
+
+    async def batch(self) -> list[transfer_pb2.PeerMessage] | None:
+        """Waits for messages; None when the stream is to end and everything has gone out.
+
+        At most 64 messages and 1 MiB, but at least one message however large.
+        """
+        self._leaving = 0
+        while not self._queue:
+            if self.ended is not None:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        messages: list[transfer_pb2.PeerMessage] = []
+        size = 0
+        while self._queue and len(messages) < MAX_MESSAGES:
+            message, nbytes = self._queue[0]
+            if messages and size + nbytes > MAX_BYTES:
+                break
+            self._queue.popleft()
+            messages.append(message)
+            size += nbytes
+        self._leaving = len(messages)
+        return messages

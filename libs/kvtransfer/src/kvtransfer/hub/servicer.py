@@ -1,0 +1,97 @@
+"""KvTransferService on grpc.aio: messages in and out of the hub. Decides nothing; never waits for a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+import grpc.aio
+from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc
+
+from isthmus_core.errors import IsthmusError, Unreachable
+from isthmus_core.rpc import abort_with
+from kvtransfer.errors import ProtocolError, WireError
+from kvtransfer.hub.outbox import Outbox
+from kvtransfer.session.actions import EndReason
+from kvtransfer.wire import envelope_from_pb, instance_info_to_pb, session_view_to_pb
+
+if TYPE_CHECKING:
+    from kvtransfer.hub.transfer_hub import TransferHub
+
+log = logging.getLogger(__name__)
+
+Request: TypeAlias = kv_transfer_service_pb2.ConnectRequest
+Response: TypeAlias = kv_transfer_service_pb2.ConnectResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_CODES = {
+    EndReason.PROTOCOL: grpc.StatusCode.INVALID_ARGUMENT,
+    EndReason.REPLACED: grpc.StatusCode.ABORTED,
+    EndReason.SILENT: grpc.StatusCode.UNAVAILABLE,
+    EndReason.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer):
+    """Add with `add_KvTransferServiceServicer_to_server`."""
+
+    def __init__(self, hub: TransferHub) -> None:
+        self._hub = hub
+        self._numbers = itertools.count(1)
+
+    async def Connect(self, request_iterator: AsyncIterator[Request], context: Context) -> AsyncIterator[Response]:
+        """One generation instance's stream, until either side ends it."""
+        await self._require_started(context)
+        number, outbox = next(self._numbers), Outbox()
+        self._hub.stream_opened(number, outbox)
+        reader = asyncio.create_task(self._read(number, request_iterator, outbox))
+        try:
+            while (messages := await outbox.batch()) is not None:
+                dst = self._hub.stream_speaks_to(number)
+                yield Response(src_incarnation=self._hub.incarnation, dst_incarnation=dst, messages=messages)
+        finally:
+            self._hub.stream_closed(number)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        if outbox.ended is not None and outbox.ended[0] in _CODES:
+            reason, text = outbox.ended
+            await abort_with(context, IsthmusError(text, code=_CODES[reason]))
+
+    async def _read(self, number: int, requests: AsyncIterator[Request], outbox: Outbox) -> None:
+        try:
+            async for request in requests:
+                self._hub.stream_envelope(number, envelope_from_pb(request))
+            outbox.end(EndReason.UNNEEDED, "the peer has ended the stream")
+        except (ProtocolError, WireError) as error:
+            log.warning("stream %d ended, the peer broke the protocol: %s", number, error)
+            outbox.end(EndReason.PROTOCOL, str(error))
+        except grpc.aio.BaseError as error:
+            outbox.end(EndReason.UNNEEDED, f"the stream broke: {error}")
+
+    async def GetInstanceInfo(
+        self, request: kv_transfer_service_pb2.GetInstanceInfoRequest, context: Context
+    ) -> kv_transfer_service_pb2.GetInstanceInfoResponse:
+        """UNAVAILABLE until every rank has announced itself."""
+        await self._require_started(context)
+        return kv_transfer_service_pb2.GetInstanceInfoResponse(instance=instance_info_to_pb(self._hub.instance))
+
+    async def ListSessions(
+        self, request: kv_transfer_service_pb2.ListSessionsRequest, context: Context
+    ) -> kv_transfer_service_pb2.ListSessionsResponse:
+        """UNAVAILABLE until every rank has announced itself."""
+        await self._require_started(context)
+        status = self._hub.engine_status()
+        return kv_transfer_service_pb2.ListSessionsResponse(
+            sessions=[session_view_to_pb(view) for view in self._hub.sessions()],
+            free_pages=status.free_pages,
+            total_pages=status.total_pages,
+            open_requests=status.open_requests,
+        )
+
+    async def _require_started(self, context: Context) -> None:
+        if not self._hub.started:
+            await abort_with(context, Unreachable("the ranks of this instance are not ready yet; try again"))
