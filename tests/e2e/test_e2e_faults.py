@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client
 from isthmus_core.errors import IsthmusError
 from isthmus_core.process import free_port
+from tiny_llama import tiny_llama
 
 pytestmark = pytest.mark.timeout(120)
 ISTHMUS = Path(sys.executable).parent / "isthmus"
@@ -106,25 +109,38 @@ def test_an_unknown_setting_names_the_nearest_known_one(tmp_path: Path):
     assert "engine.max_runing; did you mean engine.max_running?" in result.stderr
 
 
+def _tiny(folder: Path) -> Path:
+    return tiny_llama(folder / "tiny")
+
+
+def _other_architecture(folder: Path) -> Path:
+    config = _tiny(folder) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["MambaForCausalLM"]}))
+    return config.parent
+
+
+def _corrupt_weights(folder: Path) -> Path:
+    weights = _tiny(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return weights.parent
+
+
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("make", "words"),
     [
-        (None, "neither 'default', nor an existing folder, nor ORG/NAME"),
-        ({"config.json": '{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'}, "MambaForCausalLM"),
+        (lambda folder: folder / "absent", "neither 'default', nor an existing folder, nor ORG/NAME"),
+        (_other_architecture, "MambaForCausalLM"),
+        (_corrupt_weights, "model.safetensors"),
     ],
 )
-def test_a_model_that_can_not_be_served_is_refused_with_the_reason(tmp_path: Path, files, words: str):
-    model = tmp_path / "model"
-    if files is not None:
-        model.mkdir()
-        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-            (model / name).write_text("{}")
-        for name, text in files.items():
-            (model / name).write_text(text)
+def test_a_model_that_can_not_be_served_is_refused_with_the_reason(
+    tmp_path: Path, make: Callable[[Path], Path], words: str
+):
     ports = ("--grpc-port", "0", "--http-port", "0", "--coordinator-port", "0")
-    result = _isthmus("up", "--model", str(model), *ports, folder=tmp_path / "state")
-    assert result.returncode in (2, 3)
+    result = _isthmus("up", "--model", str(make(tmp_path)), *ports, folder=tmp_path / "state")
+    assert result.returncode in (2, 3), result.stderr
     assert words in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("service", ["router", "worker"])

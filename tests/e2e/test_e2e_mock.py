@@ -15,26 +15,27 @@ import grpc
 import httpx
 import openai
 import pytest
-from mock_oracle import oracle
+import pytest_asyncio
 
 from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client, Message
 from isthmus_client.supervisor import LocalCluster
 from isthmus_core.errors import IsthmusError
+from mock_oracle import oracle
 from otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 
 
-@pytest.fixture(scope="module", name="cluster")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", name="cluster")
 async def _cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[LocalCluster, None]:
     options = replace(MOCK, base={"engine": {"mock": {"decode_us": 500}}})
     async with running_cluster(options, tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
 
-@pytest.fixture(autouse=True)
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def _nothing_left(cluster: LocalCluster) -> AsyncGenerator[None, None]:
     yield
     await assert_idle(cluster)
@@ -158,7 +159,7 @@ async def test_grpcurl_by_reflection(cluster: LocalCluster):
     call = [GRPCURL, "-plaintext", "-d", body, cluster.grpc_endpoint, "isthmus.v1.InferenceService/Generate"]
     result = await asyncio.to_thread(subprocess.run, call, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
-    assert '"completionTokens": 3' in result.stdout
+    assert '"completion_tokens": 3' in result.stdout
     listing = [GRPCURL, "-plaintext", cluster.coordinator_endpoint, "list"]
     result = await asyncio.to_thread(subprocess.run, listing, capture_output=True, text=True, timeout=60, check=False)
     assert "isthmus.v1.CoordinatorService" in result.stdout

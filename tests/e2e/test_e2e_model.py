@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,21 +20,21 @@ from isthmus_client.models import fetch_model
 from isthmus_client.plan import ClusterOptions
 from isthmus_client.supervisor import LocalCluster
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 ISTHMUS = Path(sys.executable).parent / "isthmus"
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 TEXT = (
     "The isthmus joins two seas and two continents. Ships that would have sailed around a whole continent pass it in a "
     "day, and everything that is carried across is counted, weighed and written down before it may go on. "
 )
 
 
-@pytest.fixture(scope="module", name="model")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", name="model")
 async def _model() -> Path:
     return await fetch_model("default")
 
 
-@pytest.fixture(scope="module", name="prompts")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", name="prompts")
 async def _prompts(model: Path) -> list[list[int]]:
     """12 prompts: one token, around and on multiples of the block size, one of over 2,000 tokens."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -42,7 +43,7 @@ async def _prompts(model: Path) -> list[list[int]]:
     return [ids[start : start + length] for start, length in enumerate(lengths)]
 
 
-@pytest.fixture(scope="module", name="expected")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", name="expected")
 async def _expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     results: list[list[int]] = []
@@ -55,7 +56,7 @@ async def _expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return results
 
 
-@pytest.fixture(scope="module", name="split")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", name="split")
 async def _split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[LocalCluster, None]:
     options = ClusterOptions(context=1, generation=1, engine="torch", model_path=model)
     async with running_cluster(options, tmp_path_factory.mktemp("split")) as cluster:

@@ -203,7 +203,7 @@ def test_it_holds_the_instance_lock_as_long_as_it_lives(make: Make, tmp_path: Pa
             "kv",
         ),
         (
-            settings(engine={"num_blocks": 1 << 26, "mock": {"layers": 1024, "bytes_per_token": 1 << 20}}),
+            settings(engine={"num_blocks": 1 << 26, "mock": {"bytes_per_token": 1 << 20}}),
             3,
             "does not fit",
         ),

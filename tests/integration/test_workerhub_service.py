@@ -63,12 +63,12 @@ async def _service(role: InstanceRole) -> AsyncGenerator[Service, None]:
     engine = ProcessEngine(EngineLaunch(CONFIG, dict(os.environ), False, 30.0, command=command), "w-0")
     spans = InMemorySpanExporter()
     tracing = Tracing(spans, "isthmus-worker", {})
-    servicer = WorkerServicer(role, tracing)
+    servicer = WorkerServicer(role)
     server = RpcServer()
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     port = await server.start("127.0.0.1:0")
     await engine.start()
-    servicer.serve(Serving(engine, HERE, engine.load))
+    servicer.serve(Serving(engine, HERE, engine.load, tracing))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         yield Service(engine, stub, tracing, spans, servicer)
@@ -87,8 +87,8 @@ def ask(what: int, kind: int = BOTH, number: int = 0, max_tokens: int = 3) -> An
 
 async def test_tokens_then_the_end_with_its_report(service: Service):
     answers = [answer async for answer in service.stub.Generate(ask(ANSWER))]
-    ids = [array("I", answer.tokens.le_uint32).tolist() for answer in answers[:-1]]
-    assert sum(ids, []) == [0, 1, 2]
+    ids = [token for answer in answers[:-1] for token in array("I", answer.tokens.le_uint32)]
+    assert ids == [0, 1, 2]
     finished = answers[-1].finished
     assert finished.reason == 2
     assert finished.report.decode_tokens == 2
@@ -169,7 +169,7 @@ async def test_a_lost_engine_is_a_typed_error_and_later_calls_are_refused(servic
 
 async def test_calls_before_the_engine_is_ready_are_refused_as_unavailable():
     server = RpcServer()
-    servicer = WorkerServicer(InstanceRole.CONTEXT, Tracing(None, "w", {}))
+    servicer = WorkerServicer(InstanceRole.CONTEXT)
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     port = await server.start("127.0.0.1:0")
     async with open_channel(f"127.0.0.1:{port}") as channel:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from isthmus_core.rpc import RpcServer

@@ -143,7 +143,7 @@ def test_down_stops_the_owner_of_a_run_and_nobody_else(tmp_path: Path):
             folder.mkdir()
             (folder / "run.json").write_text(json.dumps({"pid": process.pid, "started": started}))
         assert stop_runs(20, tmp_path) == [owner.pid]
-        assert not psutil.pid_exists(owner.pid)
+        assert owner.wait(20) == -signal.SIGTERM
         assert bystander.poll() is None, "its pid was reused: not the owner"
     finally:
         for process in (owner, bystander):

@@ -55,7 +55,7 @@ def test_a_step_never_computes_more_than_the_budget_or_the_rows():
         plan = bench.scheduler.plan(bench.now)
         if not plan.rows:
             break
-        assert sum(len(row.token_ids) for row in plan.rows) == plan.tokens <= 5
+        assert sum(len(row.token_ids) for row in plan.rows) == 5 - plan.left <= 5
         assert len(plan.rows) <= 3
         bench.scheduler.apply(plan, bench.runner.execute(plan.rows), (), bench.now)
     bench.check_idle()
@@ -110,6 +110,15 @@ def test_the_youngest_is_preempted_and_its_text_does_not_change():
     for index, key in enumerate(keys):
         assert bench.trails[key].tokens == oracle([65 + index], 20)
         assert end_of(bench, key).report.decode_tokens == 19
+    bench.check_idle()
+
+
+def test_a_preempted_request_comes_back_before_later_ones():
+    bench = Bench(num_blocks=8, max_running=4)
+    keys = [bench.submit([65 + index], 20) for index in range(7)]
+    bench.run()
+    ends = [event.key for event in bench.log if isinstance(event, RequestFinished)]
+    assert ends == keys
     bench.check_idle()
 
 

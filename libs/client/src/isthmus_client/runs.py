@@ -92,6 +92,14 @@ def _prune(home: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _alive(process: psutil.Process) -> bool:
+    """False also for a process that has ended and that its own parent has not looked at yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def stop_runs(timeout_s: float, home: Path | None = None) -> list[int]:
     """SIGTERM every supervisor that lives and wait for its end. Returns their pids.
 
@@ -103,7 +111,9 @@ def stop_runs(timeout_s: float, home: Path | None = None) -> list[int]:
     processes = [psutil.Process(pid) for pid in owners if psutil.pid_exists(pid)]
     for process in processes:
         process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _alive(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
     if alive:
         raise StartError(f"still running after {timeout_s:g} s: pid {', '.join(str(process.pid) for process in alive)}")
     return sorted(owners)

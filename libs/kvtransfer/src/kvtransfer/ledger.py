@@ -176,7 +176,7 @@ class Ledger:
         return 0 if held is None else held.count
 
     def waiting_for(self, key: RequestKey) -> tuple[Writer, ...]:
-        """Writers of the attempt that have not said that they are done, or are not known to be."""
+        """Writers of the attempt that have not said that they are done."""
         return tuple(writer for writer, outcome in self._get(key).writers.items() if outcome is None)
 
     def held(self) -> dict[PageState, int]:

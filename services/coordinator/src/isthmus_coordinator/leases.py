@@ -5,7 +5,8 @@
 Two holders of the same bits must never mint the same time field. Three things see to it: bits are not granted again
 before their holder must have stopped minting; a new grant begins after everything an earlier holder can have used; and
 free bits are reused oldest first, so that 16,384 grants lie between two uses. A coordinator that has just started does
-not know the holders of its predecessor: it grants nothing until all of them have presented their lease or stopped.
+not know the holders of its predecessor: it grants nothing until all of them have presented their lease or stopped. What
+it relies on is a system clock that does not go back over its restart; while it runs, its own clock counts.
 """
 
 from __future__ import annotations

@@ -90,10 +90,15 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         for outbox in [*self._routers.values(), *(stream.outbox for stream in self._members.values())]:
             outbox.end(_stopping())
 
+    @property
+    def open_streams(self) -> int:
+        """Instances and routers that are connected."""
+        return len(self._members) + len(self._routers)
+
     def idle(self) -> bool:
         """True when no stream is open and nothing is held for one. Raises InternalError when counts have drifted."""
         self._cluster.check()
-        return not (self._members or self._routers or self._cluster.open_requests() or self._leases.held())
+        return not (self.open_streams or self._cluster.open_requests() or self._leases.held())
 
     async def Register(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """An instance's membership."""

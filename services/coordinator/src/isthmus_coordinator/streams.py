@@ -54,6 +54,11 @@ async def exchange(
 ) -> None:
     """Give every message to `handle` and write what is in the outbox until the peer ends or is gone. Raises what
     `handle` raises and what the outbox is ended with."""
+    # A status can follow a message that is still being written, but not metadata: send them first and alone.
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.BaseError:
+        return  # the peer is gone already
     ended = asyncio.create_task(outbox.ended())
     reader = asyncio.create_task(_read_all(context, handle))
     writer = asyncio.create_task(outbox.write_all(context.write))

@@ -73,6 +73,8 @@ class _Link:
     hello: Hello | None = None
     # Not announced any more; kept while its writers may touch pages.
     leaving: bool = False
+    # Somebody else lives at its endpoint: no stream is opened any more, only proof can settle its pages.
+    abandoned: bool = False
 
 
 class GenerationControl:
@@ -97,6 +99,8 @@ class GenerationControl:
         self._say, self._end, self._start, self._stop, self._on_pair = say, end, start, stop, on_pair
         self._dialect, self._limits = dialect or Dialect(), limits_of(config)
         self._links: dict[PeerId, _Link] = {}
+        # One count for all links: two links may reach the same incarnation while the coordinator's list is old.
+        self._epoch = 0
 
     def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
         """The complete list of context instances. An instance that comes back with another incarnation supersedes the
@@ -107,9 +111,10 @@ class GenerationControl:
             if peer not in wanted:
                 self._leave(peer, link, superseded=peer[0] in names, now=now)
             elif wanted[peer].endpoint != link.address.endpoint:
-                self._stop(peer)
+                if not link.abandoned:
+                    self._stop(peer)
                 self.closed(peer, now)
-                link.address = wanted[peer]
+                link.address, link.abandoned = wanted[peer], False
                 self._start(link.address)
         for peer, address in wanted.items():
             link = self._links.get(peer)
@@ -119,14 +124,18 @@ class GenerationControl:
                 self._sessions.peer_known(peer)
                 self._on_pair(status)
                 self._start(address)
-            elif link.leaving:
+            elif link.leaving and not link.abandoned:
                 link.leaving = False
                 self._sessions.peer_known(peer)
+        for peer, link in self._links.items():
+            if link.state is not LinkState.READY:
+                self._abandon_if_replaced(peer, link)
 
     def opened(self, peer: PeerId, now: float) -> None:
         """A stream to the peer exists: greet."""
         link = self._links[peer]
-        link.epoch += 1
+        self._epoch += 1
+        link.epoch = self._epoch
         link.state, link.liveness = LinkState.GREETING, Liveness(self._config.ping_s, now)
         link.hello = make_hello(self._local, self._limits, link.epoch, self._dialect)
         self._say(peer, link.hello)
@@ -138,6 +147,7 @@ class GenerationControl:
             return
         link.state, link.hello = LinkState.DOWN, None
         self._sessions.stream_broke(peer, now)
+        self._abandon_if_replaced(peer, link)
         if link.status.state is PairState.READY:
             self._set(link, PairStatus(*peer, PairState.CONNECTING))
 
@@ -196,8 +206,21 @@ class GenerationControl:
             self._drop(peer)
 
     def _drop(self, peer: PeerId) -> None:
-        del self._links[peer]
-        self._stop(peer)
+        if not self._links.pop(peer).abandoned:
+            self._stop(peer)
+
+    def _abandon_if_replaced(self, peer: PeerId, link: _Link) -> None:
+        """A link that is leaving does not compete with the one that has its endpoint now."""
+        taken = any(
+            not other.leaving and other.address.endpoint == link.address.endpoint for other in self._links.values()
+        )
+        if link.leaving and taken:
+            self._abandon(peer, link)
+
+    def _abandon(self, peer: PeerId, link: _Link) -> None:
+        if not link.abandoned:
+            link.abandoned = True
+            self._stop(peer)
 
     def _greeted(self, peer: PeerId, link: _Link, envelope: Envelope, message: PeerBody, now: float) -> None:
         match message:
@@ -220,6 +243,7 @@ class GenerationControl:
         if found != peer:
             self._sessions.peer_superseded(peer, f"{link.address.endpoint} now is incarnation {found[1].hex()}", now)
             self._finish(peer, EndReason.UNNEEDED, f"not instance {peer[0]}, incarnation {peer[1].hex()}", now)
+            self._abandon(peer, link)
             return
         verdict = check_welcome(link.hello, welcome)
         if not isinstance(verdict, Terms):

@@ -107,12 +107,13 @@ class TransferHub:
         self._ticker = asyncio.create_task(self._tick(), name="kv-hub-tick")
 
     async def drain(self, deadline_s: float) -> None:
-        """Returns when no session is left and everything has been said. Raises TimeoutError naming what is left after `deadline_s` seconds."""
+        """Returns when no session is left and everything has been said. Raises TimeoutError naming what is left after
+        `deadline_s` seconds."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._idle.wait()
                 # What the peers have to know must have left as well.
-                while self._waiting:
+                while self._waiting:  # noqa: ASYNC110  # several queues, once, at the end of a life
                     await asyncio.sleep(_FLUSH_S)
         except TimeoutError:
             left = ", ".join(f"{view.key} {view.state}" for view in self.sessions()[:8])

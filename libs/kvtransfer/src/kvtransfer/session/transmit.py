@@ -312,11 +312,13 @@ class TransmitSessions:
             return attempt.known
         if finished is not None and finished.peer == peer:
             return finished.notices
+        not_held = True
         if attempt is not None or (finished is not None and finished.peer is not None):
             reason = "the pages were offered to another instance"
         elif finished is not None:
-            reason = finished.reason
-        notices = tuple(never(key, writer, reason, not_held=True) for writer in writers)
+            # Pages that died with their rank are a failed write, not a hold that ran out.
+            reason, not_held = finished.reason, not finished.lost
+        notices = tuple(never(key, writer, reason, not_held=not_held) for writer in writers)
         if attempt is None and finished is None:
             self._remember(key, Finished(peer, notices, reason, offered=False))
         return notices
@@ -333,7 +335,8 @@ class TransmitSessions:
             return
         failure, reason = attempt.result(event)
         del self._open[key]
-        self._remember(key, Finished(attempt.peer, attempt.known, attempt.reason or reason, offered=True))
+        lost = failure is TransferFailure.WRITE_FAILED
+        self._remember(key, Finished(attempt.peer, attempt.known, attempt.reason or reason, offered=True, lost=lost))
         self._emit(ToScheduler(SendOutcome(key, failure, reason)))
 
     def _remember(self, key: RequestKey, finished: Finished) -> None:

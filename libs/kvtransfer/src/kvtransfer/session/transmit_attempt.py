@@ -81,12 +81,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`peer` None: it was offered and nobody asked; whoever asks now is told `reason`. `offered` False: a tombstone."""
+    """`peer` None: it was offered and nobody asked; whoever asks now is told `reason`. `offered` False: a tombstone.
+    `lost`: the pages were not given up but could not be written."""
 
     peer: PeerId | None
     notices: tuple[TransferNotice, ...]
     reason: str
     offered: bool
+    lost: bool = False
 
 
 def never(key: RequestKey, writer: Writer, reason: str, *, not_held: bool = False) -> TransferNotice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import grpc.aio
 from isthmus.v1 import kv_transfer_service_pb2_grpc
@@ -11,6 +12,7 @@ from isthmus.v1 import kv_transfer_service_pb2_grpc
 from isthmus_core.config import TlsConfig
 from isthmus_core.tracing import Tracing
 from isthmus_worker.engine import EngineDescription
+from isthmus_worker.hub.late_service import LateService
 from isthmus_worker.process_engine import ExitReport, ProcessEngine
 from isthmus_worker.settings import WorkerSettings
 from isthmus_worker.wire.registration import ContextPeer, PairView
@@ -44,8 +46,10 @@ class Handoff:
         self._config = config
         self._ranks = ranks
 
-    def serve_on(self, server: grpc.aio.Server) -> None:
+    def serve_on(self, service: LateService) -> None:
         """Answer KvTransferService."""
+        # The generated function wants a server; of that it uses what LateService offers.
+        server = cast("grpc.aio.Server", service)
         kv_transfer_service_pb2_grpc.add_KvTransferServiceServicer_to_server(self._transfer.servicer, server)
 
     def from_scheduler(self, message: SchedulerToHub) -> None:
@@ -61,10 +65,6 @@ class Handoff:
         self._transfer.set_context_peers(
             [PeerAddress(peer.instance_id, peer.incarnation, peer.endpoint) for peer in peers]
         )
-
-    def pairs(self) -> list[PairView]:
-        """State of every stream, as the coordinator should know it."""
-        return [_view(pair) for pair in self._transfer.pairs()]
 
     def in_doubt_pages(self) -> int:
         """Pages that a peer which can not be asked may still write."""
@@ -89,7 +89,7 @@ class Handoff:
         await self._transfer.close()
 
 
-async def start_handoff(
+def start_handoff(
     settings: WorkerSettings,
     config: TransferConfig,
     here: Holder,
@@ -127,4 +127,4 @@ def _view(pair: PairStatus) -> PairView:
 
 def _status(engine: ProcessEngine) -> EngineStatus:
     load = engine.load()
-    return EngineStatus(load.total_blocks - load.used_blocks, load.total_blocks, engine.open_requests)
+    return EngineStatus(max(0, load.total_blocks - load.used_blocks), load.total_blocks, engine.open_requests)

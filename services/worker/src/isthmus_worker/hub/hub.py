@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from isthmus_core.logs import setup_logging
 from isthmus_core.rpc import RpcServer
 from isthmus_core.tracing import Tracing
 from isthmus_worker.engine import EngineDescription, EngineLoad
+from isthmus_worker.hub.late_service import LateService
 from isthmus_worker.hub.servicer import Serving, WorkerServicer
 from isthmus_worker.instance_lock import InstanceLock, acquire
 from isthmus_worker.process_engine import EngineLaunch, ProcessEngine
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE = "isthmus-worker"
-# The engine process ended although nobody asked it to, or the cluster no longer wants this instance.
-EXIT_LOST = 4
 # Calls whose leg has ended only have to hand their status over.
 _SERVER_GRACE_S = 1.0
+_KV_TRANSFER = kv_transfer_service_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
 
 
 class Hub:
@@ -46,6 +45,8 @@ class Hub:
     def __init__(self, config: IsthmusConfig, settings: WorkerSettings, environment: dict[str, str]) -> None:
         self._config, self._settings, self._environment = config, settings, environment
         self._server = RpcServer(config.tls)
+        self._servicer = WorkerServicer(settings.role)
+        self._transfer_service = LateService(_KV_TRANSFER.full_name)
         self._tracing: Tracing | None = None
         self._lock: InstanceLock | None = None
         self._engine: ProcessEngine | None = None
@@ -63,13 +64,11 @@ class Hub:
         setup_logging(self._config.logging, SERVICE, here.instance_id)
         attributes = {"service.instance.id": here.instance_id}
         self._tracing = Tracing.from_config(self._config.telemetry, SERVICE, attributes)
-        servicer = WorkerServicer(settings.role, self._tracing)
-        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         self._lock = await acquire(settings.state_dir, here.instance_id, here.incarnation)
         engine = self._engine = self._make_engine(here.instance_id, self._lock)
         description = await engine.start()
-        await self._start_handoff(here, engine, description, self._lock, self._tracing)
-        servicer.serve(Serving(engine, here, self._load))
+        self._start_handoff(here, engine, description, self._lock, self._tracing)
+        self._servicer.serve(Serving(engine, here, self._load, self._tracing))
         await self._register(here, description)
         logger.info("serving %s as %s at %s (%s)", settings.model, settings.role_name, here.endpoint, description.name)
 
@@ -77,8 +76,10 @@ class Hub:
         """Listen before anything is spawned: a taken port is found now, and probes see NOT_SERVING while a model
         loads."""
         self._server.expose(worker_service_pb2.DESCRIPTOR)
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
         if self._settings.transfer is not None:
             self._server.expose(kv_transfer_service_pb2.DESCRIPTOR)
+            self._server.server.add_generic_rpc_handlers((self._transfer_service,))
         address = join_address(self._settings.listen_host, self._settings.listen_port)
         port = await self._server.start(address, "worker.listen")
         self._health_task = asyncio.create_task(self._follow_health())
@@ -97,14 +98,14 @@ class Hub:
             launch, instance_id, on_transfer=self._from_scheduler, on_rank=self._from_rank, on_load=self._on_load
         )
 
-    async def _start_handoff(
+    def _start_handoff(
         self, here: Holder, engine: ProcessEngine, description: EngineDescription, lock: InstanceLock, tracing: Tracing
     ) -> None:
         if self._settings.transfer is None:
             return
         from isthmus_worker.hub.handoff import start_handoff  # an instance that does both needs none of it
 
-        self._handoff = await start_handoff(
+        self._handoff = start_handoff(
             self._settings,
             self._settings.transfer,
             here,
@@ -115,7 +116,7 @@ class Hub:
             tls=self._config.tls,
             on_pair=self._on_pair,
         )
-        self._handoff.serve_on(self._server.server)
+        self._handoff.serve_on(self._transfer_service)
 
     async def _register(self, here: Holder, description: EngineDescription) -> None:
         instance = InstanceDescription(
@@ -139,9 +140,9 @@ class Hub:
         self._registration.set_load(self._load())
         await self._registration.start(self._settings.start_timeout_s)
 
-    async def run(self, stopping: asyncio.Event) -> int:
-        """Serve until `stopping`, then drain: 0. 4 when the engine process ends before that or the coordinator refuses
-        this instance; the reason is one line on stderr."""
+    async def run(self, stopping: asyncio.Event) -> str | None:
+        """Serve until `stopping`, then drain: None. The reason, one line, when the engine process ends before that or
+        the coordinator will not have this instance any more."""
         engine, registration = self._engine, self._registration
         if engine is None or registration is None:
             raise RuntimeError("run before start")
@@ -155,10 +156,10 @@ class Hub:
         if not engine.exited.done():
             await self._drain(engine, registration)
         if engine.exited.done():
-            return self._lost(str(engine.exited.result()))
+            return str(engine.exited.result())
         if registration.refused.done():
-            return self._lost(f"the coordinator refuses this instance: {registration.refused.result()}")
-        return 0
+            return f"the coordinator refuses this instance: {registration.refused.result()}"
+        return None
 
     async def _drain(self, engine: ProcessEngine, registration: Registration) -> None:
         """No new work; what runs and what is held may take worker.drain_s."""
@@ -173,10 +174,6 @@ class Hub:
                 await self._handoff.drain(max(0.0, deadline - loop.time()))
         except TimeoutError:
             logger.warning("%d requests are still open after %g s (worker.drain_s)", engine.open_requests, drain_s)
-
-    def _lost(self, reason: str) -> int:
-        print(f"{SERVICE}: {reason}", file=sys.stderr)
-        return EXIT_LOST
 
     async def close(self) -> None:
         """Leave: engine process, reports to the peers, membership, server. Works after any part of `start`."""

@@ -38,14 +38,14 @@ class Serving:
     engine: Engine
     here: Holder
     load: Callable[[], EngineLoad]
+    tracing: Tracing
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """Runs legs. Until `serve` is called every call is refused as UNAVAILABLE."""
 
-    def __init__(self, role: InstanceRole, tracing: Tracing) -> None:
+    def __init__(self, role: InstanceRole) -> None:
         self._role = role
-        self._tracing = tracing
         self._serving: Serving | None = None
 
     def serve(self, serving: Serving) -> None:
@@ -96,7 +96,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         if request.request_type is not served:
             remedy = f"instance {serving.here.instance_id} ({self._role.name}) runs {served.name} legs only"
             raise InvalidRequest("request_type", request.request_type.name, remedy)
-        span = LegSpan(self._tracing, request, serving.here.instance_id)
+        span = LegSpan(serving.tracing, request, serving.here.instance_id)
         request = replace(request, trace=span.context)
         try:
             last = await self._stream(serving, request, context)

@@ -51,9 +51,9 @@ class MockRunner:
         self._config, self._sleep = config, sleep
         self._tokens_per_block, self._max_model_len = tokens_per_block, longest
         inner = config.layers * 2 * (config.bytes_per_token // 8)
+        # Both [layer and K or V, word].
         self._salts = hashing.salts(inner).reshape(config.layers * 2, -1)
-        # [layer and K or V, 1, word]: broadcasts over the tokens of a block.
-        self._coefficients = hashing.coefficients(inner).reshape(config.layers * 2, 1, -1)
+        self._coefficients = hashing.coefficients(inner).reshape(config.layers * 2, -1)
         blocks = -(-longest // tokens_per_block)
         self._weights = hashing.weights(blocks * tokens_per_block).reshape(blocks, tokens_per_block)
         identity = f"isthmus mock {config.seed} {config.layers} {config.bytes_per_token}"
@@ -151,9 +151,9 @@ class MockRunner:
         words, step = self._words(), max(1, _SLICE_WORDS // (self._salts.size * size))
         for begin in range(0, len(blocks), step):
             part = slice(begin, begin + step)
-            per_token = (words[blocks[part]] * self._coefficients).sum(axis=(1, 3), dtype=np.uint64)
+            per_token = np.einsum("bitw,iw->bt", words[blocks[part]], self._coefficients)
             weights = np.where(np.arange(size) < valid[part, None], self._weights[ordinals[part]], np.uint64(0))
-            sums[part] = (per_token * weights).sum(axis=1, dtype=np.uint64)
+            sums[part] = np.einsum("bt,bt->b", per_token, weights)
         return np.add.reduceat(sums, starts)
 
     def _words(self) -> NDArray[np.uint64]:

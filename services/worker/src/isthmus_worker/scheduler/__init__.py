@@ -9,4 +9,4 @@ from isthmus_worker.scheduler.handoffs import Handoffs as Handoffs
 from isthmus_worker.scheduler.handoffs import Transceiver as Transceiver
 from isthmus_worker.scheduler.limits import Limits as Limits
 from isthmus_worker.scheduler.scheduler import Scheduler as Scheduler
-from isthmus_worker.scheduler.scheduler import StepPlan as StepPlan
+from isthmus_worker.scheduler.step import StepPlan as StepPlan

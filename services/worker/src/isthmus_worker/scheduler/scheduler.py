@@ -15,7 +15,6 @@ runs out of blocks the youngest running request gives its blocks back and comput
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from isthmus_core.errors import (
@@ -27,7 +26,6 @@ from isthmus_core.errors import (
     RequestCancelled,
 )
 from isthmus_worker.engine import EngineLoad, EngineRequest, FinishReason, HandoffReport, RequestType
-from isthmus_worker.runner import BatchRow
 from isthmus_worker.scheduler.events import (
     ContextDone,
     RequestFinished,
@@ -36,6 +34,7 @@ from isthmus_worker.scheduler.events import (
     SchedulerEvent,
 )
 from isthmus_worker.scheduler.request import PINNED, RUNNING, Phase, Request
+from isthmus_worker.scheduler.step import StepPlan
 from kvtransfer.ports import TransferFailure
 
 if TYPE_CHECKING:
@@ -46,15 +45,6 @@ if TYPE_CHECKING:
     from isthmus_worker.scheduler.handoffs import Handoffs
     from isthmus_worker.scheduler.limits import Limits
     from kvtransfer.ports import ReceiveOutcome
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: row i computes the next tokens of request i."""
-
-    rows: list[BatchRow] = field(default_factory=list[BatchRow])
-    requests: list[Request] = field(default_factory=list[Request])
-    tokens: int = 0
 
 
 def _by_arrival(request: Request) -> int:
@@ -130,21 +120,21 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Rows of the next step. Without rows nothing can be computed until a request, an abort or an outcome comes."""
-        step = StepPlan()
+        step = StepPlan(self._limits.max_batch_tokens)
         for request in [one for one in self._running if one.phase is Phase.DECODE]:
-            if step.tokens == self._limits.max_batch_tokens:
+            if not step.left:
                 break
             # It may have given its blocks to an older one in this very loop.
             if request.phase is Phase.DECODE and self._room_for(request):
                 if request.decode_from is None:
                     request.decode_from = now
-                self._add(step, request)
+                step.add(request, self._blocks.table(request.key))
         self._admit(now)
         for request in self._running:
-            if step.tokens == self._limits.max_batch_tokens:
+            if not step.left:
                 break
             if request.phase is Phase.PREFILL:
-                self._add(step, request)
+                step.add(request, self._blocks.table(request.key))
         return step
 
     def apply(self, step: StepPlan, tokens: Sequence[int], failed: Collection[int], now: float) -> None:
@@ -198,18 +188,6 @@ class Scheduler:
                 self._handoffs.receive(request, self._blocks.table(request.key)[:prompt_blocks])
             else:
                 request.move(Phase.PREFILL)
-
-    def _add(self, step: StepPlan, request: Request) -> None:
-        count = min(request.missing, self._limits.max_batch_tokens - step.tokens)
-        row = BatchRow(
-            token_ids=request.chunk(count),
-            start=request.computed,
-            blocks=self._blocks.table(request.key),
-            want_token=count == request.missing,
-        )
-        step.rows.append(row)
-        step.requests.append(request)
-        step.tokens += count
 
     def _room_for(self, request: Request) -> bool:
         """Makes sure that the next tokens have blocks. False when the request had to give up its own."""

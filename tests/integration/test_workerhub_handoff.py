@@ -1,0 +1,155 @@
+"""A context hub and a generation hub as processes, real transfer agents between their engines, the test as router."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from isthmus.v1 import coordinator_service_pb2, worker_service_pb2
+
+from fake_coordinator import FakeCoordinator, Response
+from isthmus_core.errors import from_rpc_error
+from mock_oracle import oracle
+from worker_process import CONTEXT, GENERATION, WorkerProcess, leg, tokens, worker
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+READY = coordinator_service_pb2.PAIR_STATE_READY
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two workers, and what the coordinator of the generation instance was told."""
+
+    context: WorkerProcess
+    generation: WorkerProcess
+    heard: FakeCoordinator
+
+    async def prefill(self, prompt: list[int], max_tokens: int, number: int = 0) -> tuple[list[int], Any]:
+        """First tokens and ContextPhaseParams."""
+        request = leg(prompt, max_tokens, kind=CONTEXT, number=number)
+        answers = [answer async for answer in self.context.stub.Generate(request, timeout=60)]
+        return tokens(answers), answers[-1].context_ready.params
+
+    async def decode(self, prompt: list[int], max_tokens: int, params: Any, number: int = 0) -> list[Any]:
+        """Answers of the generation leg."""
+        request = leg(prompt, max_tokens, kind=GENERATION, number=number, params=params)
+        return [answer async for answer in self.generation.stub.Generate(request, timeout=60)]
+
+    async def idle(self) -> None:
+        for one in (self.context, self.generation):
+            await one.idle()
+            while True:
+                sessions = await one.sessions()
+                if not sessions.sessions and not sessions.open_requests:
+                    break
+                await asyncio.sleep(0.02)
+            assert sessions.free_pages == sessions.total_pages
+
+
+@pytest.fixture(name="pair")
+async def _pair(tmp_path: Path) -> AsyncGenerator[Pair, None]:
+    async with AsyncExitStack() as stack:
+        for_context = await stack.enter_async_context(FakeCoordinator())
+        heard = await stack.enter_async_context(FakeCoordinator())
+        common = ("transfer.handoff_hold_s=3", "engine.mock.decode_us=1000")
+        context = await stack.enter_async_context(
+            worker(tmp_path, for_context.address, "worker.role=context", "worker.instance_id=c-0", *common)
+        )
+        generation = await stack.enter_async_context(
+            worker(tmp_path, heard.address, "worker.role=generation", "worker.instance_id=g-0", *common)
+        )
+        assert await context.serving(), context.log
+        assert await generation.serving(), generation.log
+        instance = for_context.said("hello")[0].instance
+        heard.send(Response(peers=coordinator_service_pb2.PeerSet(context_instances=[instance])))
+        await heard.until(lambda: any(pair.state == READY for pair in heard.said("pair")))
+        yield Pair(context, generation, heard)
+
+
+async def test_a_cache_prefilled_here_is_decoded_there(pair: Pair):
+    async def one(number: int) -> None:
+        prompt = [32 + (number * 11 + index) % 95 for index in range(1 + number * 37)]
+        first, params = await pair.prefill(prompt, 12, number)
+        answers = await pair.decode(prompt, 12, params, number)
+        assert first + tokens(answers) == oracle(prompt, 12)
+        handoff = answers[-1].finished.report.handoff
+        assert handoff.bytes >= len(prompt)
+        assert handoff.path.startswith("nixl/")
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+    await pair.idle()
+    assert await pair.generation.stop() == 0
+    assert await pair.context.stop() == 0
+
+
+async def test_abort_withdraws_held_pages(pair: Pair):
+    prompt = [65] * 100
+    _, params = await pair.prefill(prompt, 5)
+    assert (await pair.context.load()).used_blocks
+    await pair.context.stub.Abort(worker_service_pb2.AbortRequest(key=params.key))
+    await pair.idle()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.decode(prompt, 5, params)
+    assert from_rpc_error(caught.value).detail is not None
+    await pair.idle()
+
+
+async def test_a_caller_that_goes_away_during_the_generation_leg_leaves_nothing(pair: Pair):
+    prompt = [65] * 500
+    for number in range(5):
+        _, params = await pair.prefill(prompt, 400, number)
+        call = pair.generation.stub.Generate(leg(prompt, 400, kind=GENERATION, number=number, params=params))
+        if number % 2:
+            await call.read()
+        call.cancel()
+    await pair.idle()
+
+
+async def test_a_context_engine_that_dies_with_held_pages_is_a_typed_error(pair: Pair):
+    prompt = [65] * 300
+    _, params = await pair.prefill(prompt, 5)
+    pair.context.engine.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.decode(prompt, 5, params)
+    error = from_rpc_error(caught.value)
+    assert error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+    assert error.detail is not None
+    assert await pair.context.exit_code() == 4
+    await pair.generation.idle()
+
+
+async def test_a_draining_context_instance_keeps_held_pages_until_they_are_fetched(pair: Pair):
+    prompt = [65] * 300
+    first, params = await pair.prefill(prompt, 5)
+    pair.context.process.send_signal(signal.SIGTERM)
+    while "draining" not in pair.context.log:
+        await asyncio.sleep(0.01)
+    answers = await pair.decode(prompt, 5, params)
+    assert first + tokens(answers) == oracle(prompt, 5)
+    assert await pair.context.exit_code() == 0
+
+
+async def test_pages_that_nobody_fetches_expire_and_do_not_stop_a_drain(pair: Pair):
+    await pair.prefill([65] * 300, 5)
+    assert await pair.context.stop() == 0
+    assert "worker.drain_s" not in pair.context.log
+
+
+async def test_a_cut_drain_still_lets_the_peer_settle(pair: Pair):
+    """A context hub that is killed outright proves nothing; its successor does."""
+    prompt = [65] * 300
+    _, params = await pair.prefill(prompt, 5)
+    pair.context.process.kill()
+    await pair.context.exit_code()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.decode(prompt, 5, params)
+    assert from_rpc_error(caught.value).code is grpc.StatusCode.UNAVAILABLE
+    load = await pair.generation.load()
+    assert load.running_requests == 0

@@ -1,0 +1,103 @@
+"""A context and a generation engine process over real NIXL agents, the test as both hubs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_process import EngineUnderTest, Settings
+from isthmus_core.keys import RequestKey
+from isthmus_worker.engine import ContextPhase, ContextReady, EngineLoad, EngineRequest, RequestType, Sampling
+from isthmus_worker.wire.engine_frames import LegEnded, LegReleased, Stop
+from kvtransfer.ports import (
+    HandoffStats,
+    Holder,
+    LoadPeer,
+    PeerLoaded,
+    RankReady,
+    ReceiveOutcome,
+    ReceiveRequest,
+    SendOffer,
+    SendOutcome,
+    TransferNotice,
+    WriteOrder,
+    WriterOutcome,
+)
+from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint
+
+HOLDER = Holder("127.0.0.1:1", "context-0", b"c" * 16)
+
+
+class EnginePair:
+    """Two engine processes whose ranks know each other."""
+
+    def __init__(self, make: Callable[..., EngineUnderTest], config: Settings) -> None:
+        def start(role: str) -> EngineUnderTest:
+            return make({**config, "worker": {"role": role}, "transfer": {"backend": "nixl"}}, with_rank=True)
+
+        self.context, self.generation = start("context"), start("generation")
+        self.context.ready()
+        described = self.generation.ready()
+        self.total_blocks = described.total_blocks
+        for rank in (self.context, self.generation):
+            ready = rank.rank_event()
+            assert isinstance(ready, RankReady)
+        assert isinstance(ready, RankReady)
+        model = ModelFingerprint(described.weights_digest, described.attention_digest, described.kv_dtype)
+        self.peer = InstanceInfo(
+            "generation-0", b"g" * 16, "127.0.0.1:2", InstanceRole.GENERATION, model, (ready.info,)
+        )
+        self.context.order(LoadPeer(self.peer))
+        loaded = self.context.rank_event()
+        assert isinstance(loaded, PeerLoaded)
+        assert not loaded.incompatibilities
+
+    def prefill(self, prompt: list[int], max_tokens: int, number: int = 0) -> tuple[EngineRequest, SendOffer]:
+        """The context leg; returns the generation leg and the offer."""
+        key = RequestKey((1 << 40) + number)
+        sampling = Sampling(max_tokens)
+        self.context.send(EngineRequest(key, RequestType.CONTEXT_ONLY, tuple(prompt), sampling))
+        offer = self.context.next_of(SendOffer)
+        self.context.next_of(LegEnded)
+        done = self.context.finished(key)
+        assert isinstance(done, ContextReady)
+        phase = ContextPhase(key, done.first_tokens, len(prompt), HOLDER)
+        return EngineRequest(key, RequestType.GENERATION_ONLY, tuple(prompt), sampling, phase), offer
+
+    def write(self, offer: SendOffer, wanted: ReceiveRequest) -> TransferNotice:
+        """One write of what is wanted, to its end."""
+        assert wanted.tokens == offer.tokens
+        self.context.order(
+            WriteOrder(
+                offer.key,
+                self.peer.instance_id,
+                self.peer.incarnation,
+                wanted.tokens,
+                offer.sources,
+                wanted.destinations,
+            )
+        )
+        notice = self.context.rank_event()
+        assert isinstance(notice, TransferNotice)
+        assert notice.key == offer.key
+        return notice
+
+    def hand_off(self, leg: EngineRequest, offer: SendOffer) -> TransferNotice:
+        """The generation leg of a request, from its start to the release on both sides; the notice of its write."""
+        self.generation.send(leg)
+        wanted = self.generation.next_of(ReceiveRequest)
+        assert wanted.holder == HOLDER
+        notice = self.write(offer, wanted)
+        assert notice.outcome is WriterOutcome.DELIVERED, notice.reason
+        self.generation.send(ReceiveOutcome(leg.key, settled=True, stats=HandoffStats(notice.stats, 0.5)))
+        self.context.send(SendOutcome(leg.key))
+        for engine in (self.generation, self.context):
+            assert engine.next_of(LegReleased).key == leg.key
+        return notice
+
+    def stop(self) -> None:
+        """Both leave in order, holding nothing."""
+        for engine in (self.context, self.generation):
+            load = [event for event in engine.events if isinstance(event, EngineLoad)][-1]
+            assert load == EngineLoad(total_blocks=self.total_blocks)
+            engine.send(Stop())
+            assert engine.outcome()[0] == 0
