@@ -254,7 +254,10 @@ class Silent(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, *answers: pb.RouteResponse, ttl_s: int = 10) -> None:
         self.answers, self.ttl_s = answers, ttl_s
         self.hellos: list[pb.RouteHello] = []
+        self.seen: list[str | None] = []
         self.cut = asyncio.Event()
+        self.welcome = asyncio.Event()
+        self.welcome.set()
         self.status: tuple[grpc.StatusCode, str] | None = None
 
     async def Route(self, request_iterator, context):  # type: ignore[no-untyped-def]
@@ -265,15 +268,20 @@ class Silent(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
         if self.hellos[-1].HasField("lease"):
             lease = self.hellos[-1].lease
         lease.ttl.FromMilliseconds(int(self.ttl_s * 1000))
+        await self.welcome.wait()
         await context.write(pb.RouteResponse(welcome=pb.RouteWelcome(lease=lease)))
-        if self.answers:
-            await context.read()
-        for answer in self.answers:
-            await context.write(answer)
-        await self.cut.wait()
+        serving = asyncio.create_task(self.serve(context))
+        cut = asyncio.create_task(self.cut.wait())
+        await asyncio.wait([serving, cut], return_when=asyncio.FIRST_COMPLETED)
         self.cut.clear()
         if self.status is not None:
             await context.abort(*self.status)
+
+    async def serve(self, context):  # type: ignore[no-untyped-def]
+        while (message := await context.read()) is not grpc.aio.EOF:
+            self.seen.append(message.WhichOneof("body"))
+            for answer in self.answers:
+                await context.write(answer)
 
 
 @asynccontextmanager
@@ -311,16 +319,41 @@ async def test_an_answer_that_can_not_be_understood_ends_the_stream_not_the_clie
     async with silent(service) as target, connected(target) as client:
         waiting = asyncio.create_task(place(client, 1))
         await until(lambda: len(service.hellos) > 1)
-        service.answers = (
-            pb.RouteResponse(
-                selected=pb.Selected(
-                    key={"request_id": key(1).request_id},
-                    generation=pb.InstanceDescriptor(instance_id="g", endpoint="e:1", incarnation=b"i" * 16),
-                )
-            ),
-        )
+        service.answers = (answer(1),)
         assert (await waiting).generation.instance_id == "g"
         client.finish(key(1))
+
+
+def answer(number: int) -> pb.RouteResponse:
+    named = pb.InstanceDescriptor(instance_id="g", endpoint="e:1", incarnation=b"i" * 16)
+    return pb.RouteResponse(selected=pb.Selected(key={"request_id": key(number).request_id}, generation=named))
+
+
+async def test_what_ends_during_hello_is_finished_after_it():
+    service = Silent(answer(1))
+    async with silent(service) as target, connected(target) as client:
+        await place(client, 1)
+        service.welcome.clear()
+        service.cut.set()
+        await until(lambda: len(service.hellos) == 2)
+        assert [one.key.request_id for one in service.hellos[1].open] == [key(1).request_id]
+        client.finish(key(1))
+        service.welcome.set()
+        await until(lambda: service.seen == ["select", "finish"])
+
+
+async def test_an_answer_goes_to_the_select_it_was_made_for():
+    async with coordinator() as running, member(running), member(running, "w1"), connected(running.target) as client:
+        await until_load(running.target, {"w0": 0, "w1": 0})
+        for _ in range(10):
+            given_up = asyncio.create_task(place(client, 1))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            placement = await place(client, 1)
+            assert (await load(running.target))[placement.generation.instance_id] == 1
+            client.finish(key(1))
+            await until_load(running.target, {"w0": 0, "w1": 0})
 
 
 async def test_a_lease_that_lapsed_mints_nothing_and_is_not_presented():

@@ -314,6 +314,7 @@ async def test_a_restarted_coordinator_takes_no_peers_away_before_they_can_be_ba
         await router.receive("welcome")
         generation = await client.register(instance("g0"))
         await generation.send(pair_report(c0))
+        await asyncio.sleep(0.1)
         await client.register(c0)
         # Usable at once, on the word of the generation instance; the first list names what has come back.
         await router.receive_until("served", lambda served: models(served) == {"m": 100})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -225,10 +226,11 @@ async def test_killed_context_rank_settles_after_its_exit_report(pair: Pair):
     assert "signal 9" in outcome.reason
     sent = await pair.sent_any(2)
     assert {one.failure for one in sent} == {TransferFailure.WRITE_FAILED}
-    # A new request finds the rank gone.
+    # Who asks later hears that the pages died with their rank.
     pair.generation.ask(key(2), pair.context.holder, 6)
     (outcome,) = await pair.received_any()
-    assert (outcome.settled, outcome.failure) == (True, TransferFailure.NOT_HELD)
+    assert (outcome.settled, outcome.failure) == (True, TransferFailure.WRITE_FAILED)
+    assert "signal 9" in outcome.reason
     await pair.context.hub.drain(10)
     await pair.generation.hub.drain(10)
     pair.fabric.land()
@@ -297,8 +299,6 @@ async def test_idle_streams_stay_open(pair: Pair):
     # Several probe intervals; a stream that is cut would show in the log of pairs.
     await until(lambda: pair.context.hub.core.context.stream_of((pair.generation.name, pair.generation.incarnation)))
     log = list(pair.generation.pair_log)
-    import asyncio
-
     await asyncio.sleep(1.2)
     assert pair.generation.pair_log == log
 

@@ -212,7 +212,9 @@ async def test_a_child_that_talks_nonsense_is_killed():
         assert (await engine.exited).code == -signal.SIGKILL
 
 
-async def test_a_listener_that_fails_ends_the_child_instead_of_hanging():
+async def test_a_listener_that_fails_ends_the_child_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "_STOP_S", 1000)
+
     def explode(_: object) -> None:
         raise ValueError("a bug in the hub")
 

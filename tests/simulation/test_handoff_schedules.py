@@ -98,16 +98,13 @@ def ignore_attempt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReceiveSessions, "notice", notice)
 
 
-def retry_reuses_pages(patch: pytest.MonkeyPatch) -> None:
-    def give_up(self, ask, *, failed):
-        self.waiting -= 1
+def scheduler_frees_on_the_unsettled_outcome(patch: pytest.MonkeyPatch) -> None:
+    original = Schedule._received
 
     def received(self, node, outcome):
-        # The client is told of the failure, and its pages go to the next one, settled or not.
-        ask = self.asks[outcome.key]
-        node.give_back(outcome.key)
-        if outcome.settled:
-            give_up(self, ask, failed=True)
+        original(self, node, outcome)
+        if not outcome.settled:
+            node.give_back(outcome.key)
 
     patch.setattr(Schedule, "_received", received)
 
@@ -252,7 +249,7 @@ def forget_the_finished(patch: pytest.MonkeyPatch) -> None:
 
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_cancel,
-    retry_reuses_pages,
+    scheduler_frees_on_the_unsettled_outcome,
     settle_on_first_writer,
     stream_break_is_death,
     skip_reconcile,

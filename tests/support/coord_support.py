@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 from isthmus.v1 import coordinator_service_pb2 as pb
@@ -73,9 +74,9 @@ async def start_coordinator(
 
 
 @asynccontextmanager
-async def coordinator(**options: object) -> AsyncGenerator[Running, None]:
+async def coordinator(**options: Any) -> AsyncGenerator[Running, None]:
     """A coordinator that must hold nothing once every client is gone."""
-    running = await start_coordinator(**options)  # type: ignore[arg-type]
+    running = await start_coordinator(**options)
     try:
         yield running
         await until(running.servicer.idle)
@@ -93,13 +94,13 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
 class RawStream:
     """A stream driven message by message."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+    def __init__(self, call: Any) -> None:
         self.call = call
 
     async def send(self, message: object) -> None:
         await self.call.write(message)
 
-    async def receive(self, kind: str):  # type: ignore[no-untyped-def]
+    async def receive(self, kind: str) -> Any:
         """The next message, which must be of this kind; news of another kind is skipped."""
         try:
             async with asyncio.timeout(20):
@@ -112,7 +113,7 @@ class RawStream:
         assert message.WhichOneof("body") == kind, message
         return getattr(message, kind)
 
-    async def receive_until(self, kind: str, wanted: Callable[[object], bool]):  # type: ignore[no-untyped-def]
+    async def receive_until(self, kind: str, wanted: Callable[[Any], object]) -> Any:
         """Read states of a kind until one is as wanted."""
         while not wanted(state := await self.receive(kind)):
             pass
@@ -123,7 +124,7 @@ class RawStream:
         return await ending(self.call)
 
 
-async def ending(call: grpc.aio.StreamStreamCall) -> tuple[grpc.StatusCode, str]:  # type: ignore[type-arg]
+async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
     """Read a stream to its end: its status."""
     async with asyncio.timeout(20):
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -166,13 +167,13 @@ async def peer(target: str) -> AsyncGenerator[Peer, None]:
         yield Peer(channel)
 
 
-def pair_report(context: Instance, state: int = pb.PAIR_STATE_READY, **fields: object) -> pb.RegisterRequest:
+def pair_report(context: Instance, state: Any = pb.PAIR_STATE_READY, **fields: Any) -> pb.RegisterRequest:
     """What a generation instance says."""
     report = pb.PairReport(
         context_instance_id=context.instance_id,
         context_incarnation=context.incarnation,
-        state=state,  # type: ignore[arg-type]
-        **fields,  # type: ignore[arg-type]
+        state=state,
+        **fields,
     )
     return pb.RegisterRequest(pair=report)
 

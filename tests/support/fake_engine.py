@@ -24,6 +24,7 @@ from isthmus.v1 import generation_pb2, worker_service_pb2
 from isthmus_core.config import load_config
 from isthmus_core.errors import Overloaded
 from isthmus_core.framing import FrameSocket
+from isthmus_core.process import die_with_parent
 
 ANSWER, STALL, DIE, HOLD, REFUSE, GARBAGE, DOUBT = range(1, 8)
 TOTAL_BLOCKS = 100
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rank-fd", type=int)
     parser.add_argument("--lock-fd", type=int)
     arguments = parser.parse_args()
+    die_with_parent()
     mode = os.environ.get("FAKE_ENGINE", "ready")
     config = load_config(arguments.config)
     if mode == "settings":

@@ -31,7 +31,8 @@ class Ask:
     pages: list[int] = field(default_factory=list[int])
     asked: float = 0.0
     told: bool = False
-    sent: bool = False
+    sent: TransferFailure | None = None
+    received: TransferFailure | None = None
     settled: bool = False
 
 
@@ -124,10 +125,15 @@ class Schedule:
     def _sent(self, node: Node, outcome: SendOutcome) -> None:
         ask = self.asks[outcome.key]
         self.world.note(f"sent {outcome.failure.name}", str(outcome.key))
-        if ask.sent:
+        if ask.sent is not None:
             raise Violation(f"the offer {outcome.key} has ended twice")
-        ask.sent = True
+        ask.sent = outcome.failure
+        self._agree(ask)
         node.give_back(outcome.key)
+
+    def _agree(self, ask: Ask) -> None:
+        if ask.sent is TransferFailure.NONE and ask.received is TransferFailure.NOT_HELD:
+            raise Violation(f"{ask.key} was delivered whole, and then its pages were never held")
 
     def _received(self, node: Node, outcome: ReceiveOutcome) -> None:
         ask = self.asks[outcome.key]
@@ -139,6 +145,8 @@ class Schedule:
         if not outcome.settled:
             return
         self.outcomes.append(outcome.failure)
+        ask.received = outcome.failure
+        self._agree(ask)
         if outcome.failure is TransferFailure.NONE:
             for rank in range(RANKS):
                 for page in ask.pages:

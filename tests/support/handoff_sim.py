@@ -99,6 +99,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
+        # Share of writes that fail half-way; some worlds have bad links.
+        self.failing = 0.3 if self.random.random() < 0.2 else 0.04
         self.trace: list[str] = []
         self.seen: Counter[str] = Counter()
         self.lives: Counter[str] = Counter()
@@ -187,7 +189,7 @@ class SimAgent:
     def submit(self, pairs: RegionPairs, remote: str) -> Write:
         world = self.node.world
         code = ctypes.c_uint64.from_address(int(pairs.src[0])).value
-        write = Write(self.node, self.rank, remote, pairs, code, fail=world.random.random() < 0.05)
+        write = Write(self.node, self.rank, remote, pairs, code, fail=world.random.random() < world.failing)
         self._open.add(write)
         world.writes.append(write)
         slow = world.random.random() < 0.15
@@ -293,8 +295,10 @@ class Connection:
         self.there.cut()
         self.back.cut()
         world = self.generation.world
-        world.at(world.random.random() * 0.4, self._context_sees)
-        world.at(world.random.random() * 0.4, self._generation_sees)
+        for seen_by in (self._context_sees, self._generation_sees):
+            # Now and then nothing tells one side that the other is gone.
+            half_open = world.random.random() < 0.2
+            world.at(world.random.random() * (3.0 if half_open else 0.4), seen_by)
 
     def _context_sees(self) -> None:
         self.context.streams.pop(self.number, None)

@@ -99,7 +99,8 @@ async def worker(
         "transfer.backend=nixl",
         *overrides,
     ]
-    command = [sys.executable, "-m", "isthmus_worker"]
+    # Through the launcher of local clusters: a worker never outlives the test run, however that ends.
+    command = [sys.executable, "-m", "isthmus_client.child", str(os.getpid()), "isthmus_worker"]
     for setting in settings:
         command += ["--set", setting]
     log_path = folder / f"{port}.log"

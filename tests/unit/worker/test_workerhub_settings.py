@@ -12,6 +12,10 @@ from isthmus_worker.settings import child_environment, worker_settings
 from kvtransfer.rank_info import InstanceRole
 
 
+def environment_of(config: IsthmusConfig) -> dict[str, str]:
+    return child_environment(config, worker_settings(config))
+
+
 def config(worker: dict[str, Any] | None = None, **sections: Any) -> IsthmusConfig:
     return parse_config({"worker": worker or {}, "model": {"name": "m"}, **sections})
 
@@ -75,11 +79,11 @@ def test_a_model_without_a_name_is_refused():
 
 def test_the_engine_process_gets_its_threads_and_its_transport(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
-    assert child_environment(config())["OMP_NUM_THREADS"] == "9"
-    environment = child_environment(config(engine={"num_threads": 3}))
+    assert environment_of(config())["OMP_NUM_THREADS"] == "9"
+    environment = environment_of(config(engine={"num_threads": 3}))
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
     assert environment["PYTHONUNBUFFERED"] == "1"
     monkeypatch.setenv("UCX_TLS", "sm")
     with pytest.raises(ConfigError, match="UCX_TLS"):
-        child_environment(config({"role": "context"}, transfer={"backend": "nixl"}))
-    assert child_environment(config())["UCX_TLS"] == "sm"
+        environment_of(config({"role": "context"}, transfer={"backend": "nixl"}))
+    assert environment_of(config(transfer={"backend": "nixl"}))["UCX_TLS"] == "sm"

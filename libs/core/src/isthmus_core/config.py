@@ -161,9 +161,11 @@ class TransferConfig(Section):
     drain_s: float = Field(
         default=0.5, ge=0, le=60, description="bytes of a dead writer may land this long after its exit is known"
     )
-    ping_interval_s: float = Field(default=5.0, gt=0, le=600, description="quiet streams are pinged this often")
-    ping_timeout_s: float = Field(
-        default=10.0, gt=0, le=600, description="a stream without an answer for this long is reopened"
+    ping_interval_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=600,
+        description="quiet streams are pinged this often; one that leaves three pings unanswered is reopened",
     )
 
 

@@ -18,7 +18,7 @@ class TransferConfig:
     ping_s              quiet time after which a stream is probed; three silent probes make it suspect
     max_open_requests   attempts one peer may have open at once (the smaller of both sides counts)
     max_block_ids       block ids in one KvRequest (the smaller of both sides counts)
-    max_finished        finished attempts a context hub remembers, so that retries and Reconcile get the recorded answer
+    max_finished        finished attempts a context hub remembers, so that cancels and Reconcile get the recorded answer
     """
 
     backend: str

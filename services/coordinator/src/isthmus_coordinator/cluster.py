@@ -13,7 +13,7 @@ from isthmus_coordinator.load import OpenPlacements
 from isthmus_coordinator.membership import Instance, Load, Member, Membership, Role, Start
 from isthmus_coordinator.pairs import Pair, Pairs
 from isthmus_coordinator.placement import Placement, Served, choose, no_capacity, usable
-from isthmus_core.errors import InvalidRequest, IsthmusError, NoCapacity, UnknownModel
+from isthmus_core.errors import InternalError, InvalidRequest, IsthmusError, NoCapacity, UnknownModel
 from isthmus_core.keys import RequestKey
 
 
@@ -176,6 +176,9 @@ class Cluster:
     def check(self) -> None:
         """Compare all counts with what they count. Raises InternalError."""
         self._open.check()
+        generations = sum(member.instance.role is Role.GENERATION for member in self._members)
+        if len(self._pairs) != generations:
+            raise InternalError(f"pair reports of {len(self._pairs)} streams for {generations} generation instances")
 
     def _placements(self, model: str) -> tuple[Placement, ...]:
         placements = self._usable.get(model)

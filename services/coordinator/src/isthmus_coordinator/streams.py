@@ -35,7 +35,8 @@ async def _read(context: grpc.aio.ServicerContext[Request, Response]) -> Request
 async def first_message(context: grpc.aio.ServicerContext[Request, Response], timeout_s: float) -> Request:
     """The first message, which must be Hello. Raises InvalidRequest or, after `timeout_s` seconds, DeadlineExceeded."""
     try:
-        message = await asyncio.wait_for(_read(context), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            message = await _read(context)
     except TimeoutError:
         raise DeadlineExceeded("waiting for Hello", timeout_s) from None
     body = None if message is None else message.WhichOneof("body")

@@ -222,7 +222,9 @@ class CoordinatorClient:
         call = stub.Route()
         welcomed = False
         try:
-            await asyncio.wait_for(self._hello(call), _WELCOME_S)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that meets the end of what it waits for.
+            async with asyncio.timeout(_WELCOME_S):
+                await self._hello(call)
             welcomed = True
             await self._exchange(call)
         except grpc.aio.AioRpcError as error:

@@ -149,7 +149,7 @@ class Engine(Protocol):
       `IsthmusError`. The key is live from `submit` until the engine holds nothing of it.
     - Closing the iterator early, or `abort`, cancels the leg. Neither waits: pages that a peer may still write are kept
       until they are settled, and `load` counts them.
-    - After ContextReady the pages of the request stay held until the hand-off is over, expires, or `abort` withdraws it.
+    - After ContextReady the request's pages stay held until the hand-off is over, expires, or `abort` withdraws it.
     - `drain` stops admission and returns when nothing is left, or raises TimeoutError after `deadline_s`.
     - `stop` ends the engine and reaps its processes; running requests fail with `WorkerLost`.
     """

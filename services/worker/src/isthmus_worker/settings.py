@@ -116,13 +116,13 @@ def transfer_settings(config: IsthmusConfig) -> TransferConfig:
     )
 
 
-def child_environment(config: IsthmusConfig) -> dict[str, str]:
+def child_environment(config: IsthmusConfig, settings: WorkerSettings) -> dict[str, str]:
     """Environment of the engine process. Raises ConfigError when the transfer agent can not work with it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if config.engine.num_threads is not None:
         # Libraries size their thread pools when they are loaded, before any code of ours runs.
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(config.engine.num_threads)))
-    if config.transfer.backend == "nixl":
+    if settings.transfer is not None and settings.transfer.backend == "nixl":
         try:
             prepare_environment(environment, has_rdma())
         except AgentUnavailable as error:

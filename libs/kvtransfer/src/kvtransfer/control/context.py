@@ -45,6 +45,8 @@ class _Stream:
     number: int
     liveness: Liveness
     state: StreamState = StreamState.WAIT_HELLO
+    # Incarnation at the other end, once it has said Hello.
+    hears: bytes = b""
     peer: PeerId | None = None
     epoch: int = 0
     terms: Terms | None = None
@@ -153,7 +155,7 @@ class ContextControl:
     def speaks_to(self, number: int) -> bytes:
         """Incarnation that envelopes on the stream are meant for; empty before Hello."""
         stream = self._streams.get(number)
-        return b"" if stream is None or stream.peer is None else stream.peer[1]
+        return b"" if stream is None else stream.hears
 
     def stream_of(self, peer: PeerId) -> int | None:
         """The ready stream with a peer."""
@@ -167,6 +169,7 @@ class ContextControl:
             raise ProtocolError("a second Hello on one stream")
         if envelope.src_incarnation != hello.instance.incarnation:
             raise ProtocolError("Hello describes another incarnation than the envelope it came in")
+        stream.hears = envelope.src_incarnation
         verdict = answer_hello(self._local, self._limits, hello, self._dialect)
         if not isinstance(verdict, Terms):
             log.warning("generation instance %s: %s", hello.instance.instance_id, "; ".join(map(str, verdict)))

@@ -71,6 +71,8 @@ class _Link:
     state: LinkState = LinkState.DOWN
     epoch: int = 0
     hello: Hello | None = None
+    # Incarnation at the other end, once it has said Welcome.
+    hears: bytes = b""
     # Not announced any more; kept while its writers may touch pages.
     leaving: bool = False
     # Somebody else lives at its endpoint: no stream is opened any more, only proof can settle its pages.
@@ -137,6 +139,7 @@ class GenerationControl:
         self._epoch += 1
         link.epoch = self._epoch
         link.state, link.liveness = LinkState.GREETING, Liveness(self._config.ping_s, now)
+        link.hears = b""
         link.hello = make_hello(self._local, self._limits, link.epoch, self._dialect)
         self._say(peer, link.hello)
 
@@ -185,7 +188,7 @@ class GenerationControl:
     def speaks_to(self, peer: PeerId) -> bytes:
         """Incarnation that envelopes are meant for; empty before Welcome."""
         link = self._links.get(peer)
-        return peer[1] if link is not None and link.state is LinkState.READY else b""
+        return b"" if link is None else link.hears
 
     def is_ready(self, peer: PeerId) -> bool:
         """True when sessions may talk to the peer."""
@@ -238,6 +241,7 @@ class GenerationControl:
             raise ProtocolError(f"Welcome of {peer[0]} answers stream {welcome.connection_epoch}, not {link.epoch}")
         if envelope.src_incarnation != welcome.instance.incarnation:
             raise ProtocolError(f"Welcome of {peer[0]} describes another incarnation than its envelope")
+        link.hears = envelope.src_incarnation
         self._sessions.peer_exited(welcome.instance.instance_id, welcome.instance.exited_incarnations, now)
         found = (welcome.instance.instance_id, welcome.instance.incarnation)
         if found != peer:
@@ -278,7 +282,9 @@ class GenerationControl:
     def _incompatible(self, peer: PeerId, link: _Link, reasons: tuple[Incompatibility, ...], now: float) -> None:
         log.warning("context instance %s: %s", peer[0], "; ".join(map(str, reasons)))
         self._set(link, PairStatus(*peer, PairState.INCOMPATIBLE, reasons))
-        self._sessions.peer_gone(peer, f"instance {peer[0]} is incompatible: {reasons[0]}" if reasons else "", now)
+        self._sessions.peer_refused(
+            peer, f"instance {peer[0]} is incompatible: {'; '.join(map(str, reasons)) or 'no reason given'}", now
+        )
         self._finish(peer, EndReason.REJECTED, "the pair can not work", now)
 
     def _finish(self, peer: PeerId, reason: EndReason, text: str, now: float) -> None:

@@ -39,15 +39,13 @@ LINGER_S = 1.0
 
 
 class LinkEvents(Protocol):
-    """What happens on a link. Called on the event loop; none waits."""
+    """What happens on a link. Called on the event loop; none waits. The outbox tells streams to one peer apart."""
 
     def link_opened(self, peer: PeerId, outbox: Outbox) -> None: ...
 
-    def link_envelope(self, peer: PeerId, envelope: Envelope) -> None: ...
+    def link_envelope(self, peer: PeerId, outbox: Outbox, envelope: Envelope) -> None: ...
 
-    def link_closed(self, peer: PeerId) -> None: ...
-
-    def link_speaks_to(self, peer: PeerId) -> bytes: ...
+    def link_closed(self, peer: PeerId, outbox: Outbox) -> None: ...
 
     def link_was_ready(self, peer: PeerId) -> bool: ...
 
@@ -87,7 +85,7 @@ class Link:
         """One stream from opening to its end. True when it was ready at some time."""
         call = kv_transfer_service_pb2_grpc.KvTransferServiceStub(channel).Connect()
         self._events.link_opened(self._peer, outbox)
-        reader = asyncio.create_task(self._read(call))
+        reader = asyncio.create_task(self._read(call, outbox))
         writer = asyncio.create_task(self._write(call, outbox))
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +93,7 @@ class Link:
                 await asyncio.wait((reader,), timeout=LINGER_S)
         finally:
             was_ready = self._events.link_was_ready(self._peer)
-            self._events.link_closed(self._peer)
+            self._events.link_closed(self._peer, outbox)
             call.cancel()
             for task in (reader, writer):
                 task.cancel()
@@ -104,13 +102,13 @@ class Link:
             self._explain(end, outbox)
         return was_ready
 
-    async def _read(self, call: Call) -> None:
+    async def _read(self, call: Call, outbox: Outbox) -> None:
         async for response in call:
-            self._events.link_envelope(self._peer, envelope_from_pb(response))
+            self._events.link_envelope(self._peer, outbox, envelope_from_pb(response))
 
     async def _write(self, call: Call, outbox: Outbox) -> None:
         while (messages := await outbox.batch()) is not None:
-            dst = self._events.link_speaks_to(self._peer)
+            dst = outbox.dst_incarnation
             await call.write(Request(src_incarnation=self._incarnation, dst_incarnation=dst, messages=messages))
         await call.done_writing()
 

@@ -21,12 +21,17 @@ MAX_QUEUED = 1 << 16
 
 
 class Outbox:
-    """One stream's queue, on one event loop. `ended` holds the reason once the stream is to end."""
+    """One stream's queue, on one event loop. `ended` holds the reason once the stream is to end.
+
+    `dst_incarnation`: whom the messages are meant for; kept here because the last ones leave after the core has
+    forgotten the stream.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[transfer_pb2.PeerMessage, int]] = deque()
         self._wake = asyncio.Event()
         self._leaving = 0
+        self.dst_incarnation = b""
         self.ended: tuple[EndReason, str] | None = None
 
     @property
@@ -34,10 +39,11 @@ class Outbox:
         """Messages that are queued, or taken and not known to be written: the next `batch` call says that they are."""
         return len(self._queue) + self._leaving
 
-    def say(self, body: PeerBody) -> None:
+    def say(self, body: PeerBody, dst_incarnation: bytes) -> None:
         """Queues a message; dropped when the stream is to end."""
         if self.ended is not None:
             return
+        self.dst_incarnation = dst_incarnation
         if len(self._queue) >= MAX_QUEUED:
             self._queue.clear()
             self.end(EndReason.UNAVAILABLE, f"{MAX_QUEUED} messages wait, the peer does not read")

@@ -51,7 +51,7 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
         reader = asyncio.create_task(self._read(number, request_iterator, outbox))
         try:
             while (messages := await outbox.batch()) is not None:
-                dst = self._hub.stream_speaks_to(number)
+                dst = outbox.dst_incarnation
                 yield Response(src_incarnation=self._hub.incarnation, dst_incarnation=dst, messages=messages)
         finally:
             self._hub.stream_closed(number)

@@ -235,17 +235,16 @@ class TransferHub:
         self._streams.pop(number, None)
         self.core.context.closed(number, time.monotonic())
 
-    def stream_speaks_to(self, number: int) -> bytes:
-        return self.core.context.speaks_to(number)
-
     # --- streams to context instances (link.LinkEvents)
 
     def link_opened(self, peer: PeerId, outbox: Outbox) -> None:
         self._outboxes[peer] = outbox
         self.core.generation.opened(peer, time.monotonic())
 
-    def link_envelope(self, peer: PeerId, envelope: Envelope) -> None:
+    def link_envelope(self, peer: PeerId, outbox: Outbox, envelope: Envelope) -> None:
         """Raises ProtocolError."""
+        if self._outboxes.get(peer) is not outbox:
+            return
         try:
             self.core.generation.envelope(peer, envelope, time.monotonic())
         finally:
@@ -253,13 +252,13 @@ class TransferHub:
                 self._ready_once.add(peer)
             self._look()
 
-    def link_closed(self, peer: PeerId) -> None:
-        self._outboxes.pop(peer, None)
+    def link_closed(self, peer: PeerId, outbox: Outbox) -> None:
+        # A link that was moved to another endpoint may have a new stream by now.
+        if self._outboxes.get(peer) is not outbox:
+            return
+        del self._outboxes[peer]
         self._ready_once.discard(peer)
         self.core.generation.closed(peer, time.monotonic())
-
-    def link_speaks_to(self, peer: PeerId) -> bytes:
-        return self.core.generation.speaks_to(peer)
 
     def link_was_ready(self, peer: PeerId) -> bool:
         return peer in self._ready_once
@@ -276,13 +275,13 @@ class TransferHub:
         self._rank_ports[rank].send(message)
 
     def stream_say(self, stream: int, body: PeerBody) -> None:
-        self._streams[stream].say(body)
+        self._streams[stream].say(body, self.core.context.speaks_to(stream))
 
     def stream_end(self, stream: int, reason: EndReason, text: str) -> None:
         self._streams[stream].end(reason, text)
 
     def link_say(self, peer: PeerId, body: PeerBody) -> None:
-        self._outboxes[peer].say(body)
+        self._outboxes[peer].say(body, self.core.generation.speaks_to(peer))
 
     def link_end(self, peer: PeerId, reason: EndReason, text: str) -> None:
         self._outboxes[peer].end(reason, text)

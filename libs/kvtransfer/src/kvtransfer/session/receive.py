@@ -69,6 +69,7 @@ class ReceiveSessions:
         self._open: dict[RequestKey, Attempt] = {}
         # None: known, but the stream is not ready.
         self._peers: dict[PeerId, ReceivePeer | None] = {}
+        self._refused: dict[PeerId, str] = {}
 
     # --- the scheduler
 
@@ -82,7 +83,7 @@ class ReceiveSessions:
             self._decline(key, TransferFailure.WRITE_FAILED, f"request id {key.request_id} is local: it never travels")
             return
         if peer not in self._peers:
-            reason = f"no stream to instance {peer[0]}, incarnation {peer[1].hex()}"
+            reason = self._refused.get(peer, f"no stream to instance {peer[0]}, incarnation {peer[1].hex()}")
             self._decline(key, TransferFailure.PEER_UNKNOWN, reason)
             return
         try:
@@ -108,11 +109,17 @@ class ReceiveSessions:
     def peer_known(self, peer: PeerId) -> None:
         """A stream to the peer is being opened: requests for it may wait."""
         self._peers.setdefault(peer, None)
+        self._refused.pop(peer, None)
+
+    def peer_refused(self, peer: PeerId, reason: str, now: float) -> None:
+        """The peer is announced but incompatible: as `peer_gone`, and later requests are told why."""
+        self.peer_gone(peer, reason, now)
+        self._refused[peer] = reason
 
     def peer_gone(self, peer: PeerId, reason: str, now: float) -> None:
-        """The peer takes no new requests: not announced any more, or incompatible. Requests that wait for its stream
-        end; those that it knows go on."""
+        """The peer takes no new requests. Requests that wait for its stream end; those that it knows go on."""
         self._peers.pop(peer, None)
+        self._refused.pop(peer, None)
         for attempt in self._of(peer):
             if attempt.state is ReceiveState.QUEUED:
                 self._fail(attempt, TransferFailure.PEER_UNKNOWN, reason, now)
@@ -121,6 +128,7 @@ class ReceiveSessions:
         """Another incarnation took the peer's place: its requests fail. Their pages stay exposed until there is proof
         that it exited."""
         self._peers.pop(peer, None)
+        self._refused.pop(peer, None)
         for attempt in self._of(peer):
             if attempt.state not in FAILED:
                 self._fail(attempt, TransferFailure.PEER_LOST, reason, now)

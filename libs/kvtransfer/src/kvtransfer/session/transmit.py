@@ -6,9 +6,9 @@
                │                    CANCELLING ── every writer over ──┤
                └──────────────────────────────────────────────────────┘
 
-What has ended is remembered for a while with its notices: a repeated request, a late cancel or a Reconcile gets the
-recorded answer. An attempt that was answered NEVER_STARTED before it was offered is remembered as well (a tombstone),
-so that it is not started later.
+What has ended is remembered for a while with its notices: a late cancel or a Reconcile gets the recorded answer. An
+attempt that was answered NEVER_STARTED before it was offered is remembered as well (a tombstone), so that it is not
+started later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from kvtransfer.ports import (
     SendOutcome,
     TransferFailure,
     TransferNotice,
-    WriteOrder,
     WriterOutcome,
 )
 from kvtransfer.rank_info import InstanceRole
@@ -39,6 +38,7 @@ from kvtransfer.session.transmit_attempt import (
     TransmitState,
     Writer,
     never,
+    write_orders,
 )
 from kvtransfer.tracing import begin_transfer, end_transfer
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from isthmus_core.tracing import Tracing
     from kvtransfer.config import TransferConfig
     from kvtransfer.messages import KvRequest, TransferLimits
-    from kvtransfer.ports import RequestKey, SendOffer
+    from kvtransfer.ports import RequestKey, SendOffer, WriteOrder
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class TransmitSessions:
         self._peers.pop(peer, None)
 
     def request(self, peer: PeerId, request: KvRequest, now: float) -> None:
-        """Starts the writes, or answers for every writer that they never start. A repeat gets what is known so far.
+        """Starts the writes, or answers for every writer that they never start. A repeat gets what is known so far, one
+        after the end is refused: its pages are others, and only Reconcile asks about the old ones.
         Raises ProtocolError for destinations that the peer does not have."""
         ranks = {blocks.rank for blocks in request.destinations}
         unknown = ranks - {dst for _, dst in self._peers[peer].writers}
@@ -114,6 +115,12 @@ class TransmitSessions:
             else:
                 self._start(attempt, peer, request, writers, now)
             return
+        finished = self._finished.get(key)
+        if attempt is None and finished is not None and finished.offered and finished.peer == peer:
+            # A new receive under an old key: what was delivered lies in pages that the peer has freed since.
+            reason = "the pages have been handed off already: use a new attempt"
+            notices = tuple(never(key, writer, reason, not_held=True) for writer in writers)
+            self._remember(key, Finished(peer, notices, reason, offered=True))
         for notice in self._answer(peer, key, writers, "the pages were never offered"):
             self._emit(ToPeer(peer, notice))
 
@@ -246,17 +253,8 @@ class TransmitSessions:
         self._step(attempt, TransmitEvent.REQUESTED, now)
         for writer in writers:
             attempt.spans[writer] = begin_transfer(self._tracing, request.trace, request.key, peer, writer)
-        for src in dict.fromkeys(src for src, _ in writers):
-            targets = {dst for rank, dst in writers if rank == src}
-            order = WriteOrder(
-                key=request.key,
-                instance_id=peer[0],
-                incarnation=peer[1],
-                tokens=request.tokens,
-                sources=tuple(blocks for blocks in attempt.offer.sources if blocks.rank == src),
-                destinations=tuple(blocks for blocks in request.destinations if blocks.rank in targets),
-            )
-            self._emit(ToRank(src, order))
+        for rank, order in write_orders(attempt.offer, peer, request, writers):
+            self._emit(ToRank(rank, order))
         if not writers:
             self._step(attempt, TransmitEvent.ALL_OVER, now)
 

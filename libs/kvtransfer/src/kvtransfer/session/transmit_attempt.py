@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvtransfer.ports import TransferFailure, TransferNotice, WriterOutcome
+from kvtransfer.ports import TransferFailure, TransferNotice, WriteOrder, WriterOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isthmus_core.tracing import Span
+    from kvtransfer.messages import KvRequest
     from kvtransfer.ports import RequestKey, SendOffer
     from kvtransfer.session.actions import PeerId
 
@@ -94,3 +97,22 @@ class Finished:
 def never(key: RequestKey, writer: Writer, reason: str, *, not_held: bool = False) -> TransferNotice:
     """The writer has not started the attempt and never will."""
     return TransferNotice(key, *writer, WriterOutcome.NEVER_STARTED, reason=reason, not_held=not_held)
+
+
+def write_orders(
+    offer: SendOffer, peer: PeerId, request: KvRequest, writers: Sequence[Writer]
+) -> list[tuple[int, WriteOrder]]:
+    """One order for each writing rank, with its own sources and the destinations that it writes."""
+    orders: list[tuple[int, WriteOrder]] = []
+    for src in dict.fromkeys(src for src, _ in writers):
+        targets = {dst for rank, dst in writers if rank == src}
+        order = WriteOrder(
+            key=offer.key,
+            instance_id=peer[0],
+            incarnation=peer[1],
+            tokens=request.tokens,
+            sources=tuple(blocks for blocks in offer.sources if blocks.rank == src),
+            destinations=tuple(blocks for blocks in request.destinations if blocks.rank in targets),
+        )
+        orders.append((src, order))
+    return orders

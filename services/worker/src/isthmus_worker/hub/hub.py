@@ -153,18 +153,18 @@ class Hub:
             stop.cancel()
         self._leaving = True
         self._health_changed.set()
+        registration.set_draining()
         if not engine.exited.done():
-            await self._drain(engine, registration)
+            await self._drain(engine)
         if engine.exited.done():
             return str(engine.exited.result())
         if registration.refused.done():
             return f"the coordinator refuses this instance: {registration.refused.result()}"
         return None
 
-    async def _drain(self, engine: ProcessEngine, registration: Registration) -> None:
+    async def _drain(self, engine: ProcessEngine) -> None:
         """No new work; what runs and what is held may take worker.drain_s."""
         drain_s = self._settings.drain_s
-        registration.set_draining()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain_s
         logger.info("draining %d requests, at most %g s", engine.open_requests, drain_s)
@@ -185,9 +185,9 @@ class Hub:
                 await self._handoff.ranks_exited(self._engine.exited.result())
         if self._registration is not None:
             await self._registration.close()
-        await self._server.stop(_SERVER_GRACE_S)
         if self._handoff is not None:
             await self._handoff.close()
+        await self._server.stop(_SERVER_GRACE_S)
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
@@ -234,4 +234,5 @@ class Hub:
 
 def build_hub(config: IsthmusConfig) -> Hub:
     """A worker that has not been started. Raises ConfigError naming the key; needs a running event loop."""
-    return Hub(config, worker_settings(config), child_environment(config))
+    settings = worker_settings(config)
+    return Hub(config, settings, child_environment(config, settings))

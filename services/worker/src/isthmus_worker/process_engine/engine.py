@@ -124,25 +124,21 @@ class ProcessEngine:
         """Take a leg. Raises InvalidRequest, DuplicateRequest, NoCapacity at once; what only the engine can judge
         raises from the stream."""
         check_request_id(request.key.request_id, "key.request_id")
-        if not self._accepting or self._commands is None:
+        if not self._accepting:
             raise NoCapacity(f"instance {self._instance_id} takes no requests: {self._refusal}")
         stream = self._legs.open(request)
-        self._commands.send(request)
+        self._tell(request)
         return stream
 
     def abort(self, key: RequestKey) -> None:
         """Cancel a leg or withdraw the pages it holds; keys that are not live are ignored."""
-        if self._commands is not None and self._legs.mark_aborted(key):
-            self._commands.send(Abort(key))
+        if self._legs.mark_aborted(key):
+            self._tell(Abort(key))
 
     async def drain(self, deadline_s: float) -> None:
         """Stop admission, wait until nothing is held. Raises TimeoutError after `deadline_s` seconds."""
         self._accepting, self._refusal = False, "it is draining"
         await asyncio.wait_for(self._legs.wait_empty(), deadline_s)
-
-    def open_keys(self) -> list[RequestKey]:
-        """Keys of which the engine holds something, oldest first."""
-        return self._legs.keys()
 
     def load(self) -> EngineLoad:
         """As last reported."""
@@ -156,8 +152,7 @@ class ProcessEngine:
     def deliver(self, message: HubToScheduler) -> None:
         """Pass an outcome of the transfer hub to the scheduler role. One for a process that is gone is dropped: its
         pages are gone too."""
-        if self._commands is not None and not self.exited.done():
-            self._commands.send(message)
+        self._tell(message)
 
     def send_to_rank(self, message: HubToRank) -> None:
         """The way of the transfer hub to the rank role. Raises ConnectionError when it is gone."""
@@ -171,14 +166,20 @@ class ProcessEngine:
         child = self._child
         if child is None:
             return
-        if not self.exited.done() and self._commands is not None:
-            try:
-                self._commands.send(Stop())
-            except ConnectionError:
-                logger.debug("the engine process is leaving already")
+        if not self.exited.done():
+            self._tell(Stop())
             if await child.wait(_STOP_S) is None:
                 logger.warning("the engine process %d did not leave within %g s and is killed", child.pid, _STOP_S)
         await self._kill()
+
+    def _tell(self, command: EngineCommand) -> None:
+        if self._commands is None:
+            return
+        try:
+            self._commands.send(command)
+        except ConnectionError:
+            # The process is leaving: its exit report, which is on its way, ends everything it was working on.
+            logger.debug("%s comes after the end of the engine process", type(command).__name__)
 
     async def _kill(self) -> None:
         child = self._child

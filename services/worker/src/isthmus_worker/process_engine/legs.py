@@ -126,10 +126,6 @@ class OpenLegs:
             stream.put(WorkerLost(self._instance_id, stream.phase, key))
             self._forget(key)
 
-    def keys(self) -> list[RequestKey]:
-        """Live keys, oldest first."""
-        return list(self._open)
-
     async def wait_empty(self) -> None:
         """Returns when nothing is held."""
         await self._empty.wait()
