@@ -301,3 +301,32 @@ async def test_silent_peer_is_cut_off_but_not_dead(sides: Sides):
         await stranger.say(stranger.hello())
         assert await stranger.ended() is grpc.StatusCode.UNAVAILABLE
         assert context.hub.core.context.stream_of(("stranger", stranger.info.incarnation)) is None
+
+
+async def test_failure_of_our_own_ends_the_stream(sides: Sides, monkeypatch: pytest.MonkeyPatch):
+    context = await context_of(sides)
+
+    def fail(*_) -> None:
+        raise RuntimeError("a bug")
+
+    async with Stranger(context, sides) as stranger:
+        await stranger.say(stranger.hello())
+        await stranger.hear()
+        monkeypatch.setattr(context.hub, "stream_envelope", fail)
+        await stranger.say(Ping(1), dst=context.incarnation)
+        assert await stranger.ended() is grpc.StatusCode.UNKNOWN
+
+
+async def test_failure_of_a_link_is_reported(sides: Sides, monkeypatch: pytest.MonkeyPatch):
+    context, generation = await context_of(sides), await generation_of(sides)
+    reported: list[BaseException] = []
+    handler = lambda loop, report: reported.append(report["exception"])  # noqa: E731
+    asyncio.get_running_loop().set_exception_handler(handler)
+
+    def fail(*_) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(generation.hub, "link_envelope", fail)
+    generation.hub.set_context_peers([context.address])
+    await until(lambda: reported)
+    assert str(reported[0]) == "a bug"

@@ -104,7 +104,7 @@ class RawStream:
         """The next message, which must be of this kind; news of another kind is skipped."""
         try:
             async with asyncio.timeout(20):
-                message = await self.call.read()
+                message: Any = await self.call.read()
                 while message is not grpc.aio.EOF and message.WhichOneof("body") in {"served", "peers"} - {kind}:
                     message = await self.call.read()
         except grpc.aio.AioRpcError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvtransfer.regions import RegionPairs
 
 BACKEND = "nixl"
+# Microseconds that the progress thread sleeps when there is nothing to do; it wakes up for traffic that UCX signals.
+PROGRESS_PAUSE_US = 100
 # Raised by a post before anything has left: the write never started.
 _NOT_POSTED = ("nixlInvalidParamError", "nixlNotFoundError", "nixlNotAllowedError", "nixlMismatchError")
 # The endpoint is closed: everything that was on it is over.
@@ -82,6 +84,31 @@ class _Remote:
     path: str
 
 
+class _PatientBindings:
+    """NIXL's bindings, except that the progress thread of a new agent pauses between two looks."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> object:
+        config.pthrDelay = PROGRESS_PAUSE_US
+        return self._bindings.nixlAgent(name, config)
+
+
+def _open(api: Any, name: str, config: object) -> _Nixl:
+    """A new agent. NIXL's Python class sets the pause of the progress thread to 0, with which every idle process keeps
+    a core busy, and takes no other value: it sees these bindings while it starts."""
+    bindings = api.nixlBind
+    api.nixlBind = _PatientBindings(bindings)
+    try:
+        return cast("_Nixl", api.nixl_agent(name, config))
+    finally:
+        api.nixlBind = bindings
+
+
 class NixlAgent:
     """See `agents.base.Agent`. Raises AgentUnavailable when NIXL or UCX can not work on this machine."""
 
@@ -102,7 +129,7 @@ class NixlAgent:
         try:
             # Writes need progress at their target too: the progress thread stays on.
             config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-            self._nixl = cast("_Nixl | None", api.nixl_agent(self._name, config))
+            self._nixl = _open(api, self._name, config)
         except self._errors as error:
             tls = os.environ.get("UCX_TLS", "not set")
             raise AgentUnavailable(f"UCX can not start ({_name(error)}); UCX_TLS is {tls}") from error

@@ -56,12 +56,12 @@ class Link:
     def __init__(self, address: PeerAddress, incarnation: bytes, events: LinkEvents, tls: TlsConfig | None) -> None:
         self._address, self._incarnation, self._events, self._tls = address, incarnation, events, tls
         self._peer = (address.instance_id, address.incarnation)
-        self._task = asyncio.create_task(self._run(), name=f"kv-link-{address.instance_id}")
+        self.task = asyncio.create_task(self._run(), name=f"kv-link-{address.instance_id}")
 
     def stop(self) -> asyncio.Task[None]:
         """Ends the stream; the returned task is over when it has ended."""
-        self._task.cancel()
-        return self._task
+        self.task.cancel()
+        return self.task
 
     async def _run(self) -> None:
         failures = 0

@@ -56,7 +56,9 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
         finally:
             self._hub.stream_closed(number)
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            (failure,) = await asyncio.gather(reader, return_exceptions=True)
+        if isinstance(failure, Exception):
+            raise failure
         if outbox.ended is not None and outbox.ended[0] in _CODES:
             reason, text = outbox.ended
             await abort_with(context, IsthmusError(text, code=_CODES[reason]))
@@ -71,6 +73,9 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
             outbox.end(EndReason.PROTOCOL, str(error))
         except grpc.aio.BaseError as error:
             outbox.end(EndReason.UNNEEDED, f"the stream broke: {error}")
+        finally:
+            # After a failure of our own too: a stream that nobody reads must not stay open.
+            outbox.end(EndReason.UNAVAILABLE, "this instance no longer reads the stream")
 
     async def GetInstanceInfo(
         self, request: kv_transfer_service_pb2.GetInstanceInfoRequest, context: Context

@@ -105,6 +105,7 @@ class TransferHub:
         local = InstanceInfo(instance_id, incarnation, endpoint, role, model, ranks, self._exited)
         self._core = HubCore(local, self._config, self, self._tracing, self._dialect)
         self._ticker = asyncio.create_task(self._tick(), name="kv-hub-tick")
+        self._ticker.add_done_callback(_report)
 
     async def drain(self, deadline_s: float) -> None:
         """Returns when no session is left and everything has been said. Raises TimeoutError naming what is left after
@@ -287,9 +288,18 @@ class TransferHub:
         self._outboxes[peer].end(reason, text)
 
     def link_start(self, address: PeerAddress) -> None:
-        self._links[address.instance_id, address.incarnation] = Link(address, self.incarnation, self, self._tls)
+        link = Link(address, self.incarnation, self, self._tls)
+        link.task.add_done_callback(_report)
+        self._links[address.instance_id, address.incarnation] = link
 
     def link_stop(self, peer: PeerId) -> None:
         task = self._links.pop(peer).stop()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """A task that should only ever be cancelled has failed: nothing awaits it, so the loop is told."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        message = f"{task.get_name()} failed"
+        task.get_loop().call_exception_handler({"message": message, "exception": error, "task": task})
