@@ -27,14 +27,18 @@ def cluster_json(cluster: coordinator_service_pb2.GetClusterResponse) -> dict[st
 def render_cluster(cluster: coordinator_service_pb2.GetClusterResponse) -> Group:
     """Members, pairs (with every reason why one can not work) and what can be served."""
     members = Table(title="Instances", title_justify="left", show_edge=False)
-    for column in ("instance", "role", "model", "endpoint", "engine", "requests", "running", "held", "blocks used"):
-        members.add_column(column)
+    members.add_column("instance", no_wrap=True)
+    for column in ("serves", "endpoint"):
+        members.add_column(column, overflow="fold")
+    for column in ("open", "running", "held", "blocks"):
+        members.add_column(column, justify="right")
     for member in cluster.members:
         instance, load = member.instance, member.load
         blocks = f"{load.used_blocks}/{load.total_blocks or instance.total_blocks}"
         name = f"{instance.instance_id} (draining)" if member.draining else instance.instance_id
         counts = (str(member.open_requests), str(load.running_requests), str(load.held_handoffs), blocks)
-        members.add_row(name, _role(instance.role), instance.model, instance.endpoint, instance.engine, *counts)
+        serves = f"{instance.model} ({_role(instance.role)}, {instance.engine})"
+        members.add_row(name, serves, instance.endpoint, *counts)
     pairs = Table(title="Pairs", title_justify="left", show_edge=False)
     for column in ("context", "generation", "state", "reasons"):
         pairs.add_column(column, overflow="fold")

@@ -151,7 +151,9 @@ class Registration:
         call = stub.Register()
         was_member = False
         try:
-            await asyncio.wait_for(self._hello(call), _WELCOME_S)
+            # Not wait_for: before Python 3.12 it loses a cancel that meets the completion.
+            async with asyncio.timeout(_WELCOME_S):
+                await self._hello(call)
             was_member = True
             self._set_member(True)
             await self._serve(call)
@@ -237,7 +239,8 @@ class Registration:
                     load_allowed_at = loop.time() + LOAD_INTERVAL_S
                     await _write(call, _Request(load=load_to_pb(told_load)))
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
 

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from kvtransfer.regions import RegionPairs
 
 BACKEND = "nixl"
-# Microseconds that the progress thread sleeps when there is nothing to do; it wakes up for traffic that UCX signals.
+# Microseconds that the progress thread sleeps between two looks. Measured: no slower than 0 over CMA and TCP, and an
+# idle process uses 2 % of a core instead of all it can get.
 PROGRESS_PAUSE_US = 100
 # Raised by a post before anything has left: the write never started.
 _NOT_POSTED = ("nixlInvalidParamError", "nixlNotFoundError", "nixlNotAllowedError", "nixlMismatchError")

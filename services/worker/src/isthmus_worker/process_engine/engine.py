@@ -138,7 +138,8 @@ class ProcessEngine:
     async def drain(self, deadline_s: float) -> None:
         """Stop admission, wait until nothing is held. Raises TimeoutError after `deadline_s` seconds."""
         self._accepting, self._refusal = False, "it is draining"
-        await asyncio.wait_for(self._legs.wait_empty(), deadline_s)
+        async with asyncio.timeout(deadline_s):
+            await self._legs.wait_empty()
 
     def load(self) -> EngineLoad:
         """As last reported."""
