@@ -30,9 +30,11 @@ GRPCURL = Path(sys.executable).parent / "grpcurl"
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", name="cluster")
 async def _cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[LocalCluster, None]:
-    options = replace(MOCK, base={"engine": {"mock": {"decode_us": 500}}})
-    async with running_cluster(options, tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
+    async with OtlpReceiver() as receiver:
+        # Traced, so that "nothing left" includes spans.
+        base = {"engine": {"mock": {"decode_us": 500}}, "telemetry": {"otlp_endpoint": receiver.endpoint}}
+        async with running_cluster(replace(MOCK, base=base), tmp_path_factory.mktemp("cluster")) as cluster:
+            yield cluster
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)

@@ -85,6 +85,8 @@ async def _worker_leftovers(name: str, endpoint: str) -> list[str]:
         for field in ("running_requests", "waiting_requests", "held_handoffs", "used_blocks", "in_doubt_blocks"):
             if count := getattr(load, field):
                 left.append(f"{name}: {field} = {count}")
+        if status.open_spans:
+            left.append(f"{name}: open_spans = {status.open_spans}")
         if status.role == 3:  # an instance that does both hands nothing off and has no transfer service
             return left
         transfer = kv_transfer_service_pb2_grpc.KvTransferServiceStub(channel)
@@ -114,7 +116,7 @@ async def leftovers(cluster: LocalCluster) -> list[str]:
 
 
 async def assert_idle(cluster: LocalCluster, timeout_s: float = 20.0) -> None:
-    """Prove that nothing is left: no open request, placement, session, hold; every page free.
+    """Prove that nothing is left: no open request, placement, session, hold, span; every page free.
 
     What is under way may take `timeout_s` seconds to settle; AssertionError lists what is left then.
     """

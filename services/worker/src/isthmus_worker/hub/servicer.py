@@ -82,6 +82,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             incarnation=serving.here.incarnation,
             role=common_pb2.InstanceRole.Name(self._role.value),
             load=load_to_pb(serving.load()),
+            open_spans=serving.tracing.open_spans(),
         )
 
     def _ready(self) -> Serving:
