@@ -43,13 +43,13 @@ test: $(STAMP) ## unit and contract tests
 	$(BIN)/pytest -q tests/unit tests/contract
 
 test-integration: $(STAMP) ## several components, real gRPC, real NIXL on this machine
-	$(BIN)/pytest -q tests/integration
+	$(BIN)/pytest -q -m "not model" tests/integration
 
 test-simulation: $(STAMP) ## seeded schedules of faults under a virtual clock
 	$(BIN)/pytest -q tests/simulation
 
 test-e2e: $(STAMP) ## whole clusters of real processes, the real model included
-	$(BIN)/pytest -q tests/e2e
+	$(BIN)/pytest -q tests/e2e && $(BIN)/pytest -q -m model tests/integration
 
 demo: $(STAMP) ## a real model split in two answers a question; prints where the time went
 	$(BIN)/isthmus demo
