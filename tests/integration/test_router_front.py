@@ -14,6 +14,7 @@ from isthmus.v1 import errors_pb2, worker_service_pb2_grpc
 from isthmus.v1 import inference_service_pb2 as pb
 from isthmus.v1.inference_service_pb2_grpc import InferenceServiceStub
 
+from isthmus_core import token_ids
 from isthmus_core.config import RouterConfig, TelemetryConfig, TlsConfig
 from isthmus_core.errors import Overloaded, StartError, from_rpc_error
 from isthmus_core.ids import MIN_GLOBAL_ID
@@ -21,7 +22,6 @@ from isthmus_core.keys import RequestKey
 from isthmus_core.process import free_port
 from isthmus_core.rpc import RpcServer, open_channel
 from isthmus_core.tracing import TraceContext, Tracing
-from isthmus_router import token_ids
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.front import serve
 from isthmus_router.http.server import bind

@@ -12,12 +12,12 @@ from isthmus.v1 import worker_service_pb2_grpc
 from isthmus.v1.common_pb2 import TokenIds
 from isthmus.v1.generation_pb2 import ContextPhaseParams, HandoffReport, RequestReport
 
+from isthmus_core import token_ids
 from isthmus_core.errors import DuplicateRequest, IsthmusError
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import abort_with
 from isthmus_core.tracing import TraceContext
-from isthmus_router import token_ids
 from isthmus_router.ports import ContextReady, Finished, FinishReason, InstanceRef, Leg, LegEvent, LegKind, Tokens
 
 

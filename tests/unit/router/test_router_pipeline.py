@@ -9,6 +9,7 @@ import pytest
 from isthmus.v1 import errors_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from isthmus_core import token_ids
 from isthmus_core.config import TelemetryConfig
 from isthmus_core.errors import (
     DeadlineExceeded,
@@ -26,7 +27,6 @@ from isthmus_core.errors import (
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Tracing, parse_traceparent
-from isthmus_router import token_ids
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.ports import ConnectionLost, FinishReason, LegKind, Tokens

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from isthmus_core import token_ids
 from isthmus_core.config import ModelConfig
 from isthmus_core.errors import ConfigError
-from isthmus_router import token_ids
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.tokenizer import ChatRefused, Tokenizer, Turn, open_tokenizer
 

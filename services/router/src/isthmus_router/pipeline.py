@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from isthmus.v1.generation_pb2 import RequestReport
 
+from isthmus_core import token_ids
 from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, NoCapacity, UnknownModel
 from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Span, TraceContext, Tracing
-from isthmus_router import token_ids
 from isthmus_router.legs import Legs
 from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, ServedModel, Tokens, Workers
 from isthmus_router.preparation import budget, resolve_model, tokenise

@@ -13,12 +13,12 @@ import grpc
 import grpc.aio
 from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2, worker_service_pb2_grpc
 
+from isthmus_core import token_ids
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, from_rpc_error
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import open_channel, outgoing_metadata
 from isthmus_core.tracing import TraceContext
-from isthmus_router import token_ids
 from isthmus_router.ports import (
     ConnectionLost,
     ContextReady,

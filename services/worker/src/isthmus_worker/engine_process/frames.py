@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.message import DecodeError
 from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, kv_pb2
 
+from isthmus_core import token_ids
 from isthmus_core.framing import FrameError
 from isthmus_worker.engine import ContextPhase, EngineDescription, EngineLoad, EngineRequest, RequestType, Sampling
 from isthmus_worker.scheduler.events import (
@@ -19,7 +20,6 @@ from isthmus_worker.scheduler.events import (
     RequestTokens,
     SchedulerEvent,
 )
-from isthmus_worker.wire import token_ids
 from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.responses import load_to_pb

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from isthmus.v1 import engine_ipc_pb2, worker_service_pb2
 
+from isthmus_core import token_ids
 from isthmus_core.errors import RemoteError, from_status_bytes
 from isthmus_core.framing import FrameError
 from isthmus_core.keys import RequestKey
@@ -21,7 +22,6 @@ from isthmus_worker.engine import (
     LegReport,
     Tokens,
 )
-from isthmus_worker.wire import token_ids
 from isthmus_worker.wire.reports import report_from_pb
 from isthmus_worker.wire.requests import key_to_pb, submit_to_pb
 from kvtransfer.errors import WireError

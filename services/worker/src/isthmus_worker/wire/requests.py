@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, worker_service_pb2
 
+from isthmus_core import token_ids
 from isthmus_core.errors import InvalidRequest
 from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import TraceContext
 from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Sampling
-from isthmus_worker.wire import token_ids
 from kvtransfer.ports import Holder
 from kvtransfer.rank_info import INCARNATION_BYTES
 from kvtransfer.wire import trace_to_pb

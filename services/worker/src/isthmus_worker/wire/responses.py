@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2
 
+from isthmus_core import token_ids
 from isthmus_worker.engine import (
     ContextPhase,
     ContextReady,
@@ -15,7 +16,6 @@ from isthmus_worker.engine import (
     RequestType,
     Tokens,
 )
-from isthmus_worker.wire import token_ids
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.requests import context_phase_to_pb
 from kvtransfer.ports import Holder
