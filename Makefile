@@ -1,5 +1,5 @@
 # Every target is one line that also works when pasted. Tools live in .venv, made by `make setup`.
-#   TORCH_INDEX_URL  package index for torch (default: pip's own), for example https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX_URL  package index for torch (default: pip's own), for example the project's index of CPU builds
 #   WHEELS_DIR       folder of wheels that pip may use besides its index
 #   PYTHON           interpreter for .venv, 3.11 or newer
 #   NIXL             nixl-cu12 (default) or nixl-cu13: the CUDA major of torch; without a GPU either works

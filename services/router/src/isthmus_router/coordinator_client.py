@@ -31,6 +31,7 @@ from isthmus_core.errors import (
 from isthmus_core.ids import SnowflakeMinter
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import open_channel
+from isthmus_core.tasks import until_one_ends
 from isthmus_core.tracing import TraceContext
 from isthmus_router.coordinator_messages import (
     Placement,
@@ -274,16 +275,7 @@ class CoordinatorClient:
 
     async def _exchange(self, call: Call) -> None:
         """Read and write until either ends."""
-        tasks = [asyncio.create_task(self._read_all(call)), asyncio.create_task(self._write_all(call))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await until_one_ends(self._read_all(call), self._write_all(call))
 
     async def _write_all(self, call: Call) -> None:
         while True:

@@ -18,6 +18,7 @@ from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import StartError, from_rpc_error
 from isthmus_core.rpc import open_channel
+from isthmus_core.tasks import until_one_ends
 from isthmus_worker.engine import EngineLoad
 from isthmus_worker.wire.registration import (
     ContextPeer,
@@ -193,16 +194,7 @@ class Registration:
     async def _serve(self, call: _Call) -> None:
         """Read and write until either side ends."""
         self._untold_pairs = dict(self._pairs)
-        tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._tell(call))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await until_one_ends(self._read(call), self._tell(call))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), _Response):
