@@ -21,7 +21,7 @@ from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client
 from isthmus_core.errors import IsthmusError
 from isthmus_core.process import free_port
-from tiny_llama import tiny_llama
+from tiny_models import tiny_llama
 
 pytestmark = pytest.mark.timeout(120)
 ISTHMUS = Path(sys.executable).parent / "isthmus"

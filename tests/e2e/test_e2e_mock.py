@@ -145,7 +145,7 @@ async def test_the_openai_sdk(cluster: LocalCluster):
         with pytest.raises(openai.NotFoundError, match="gpt-9"):
             await client.chat.completions.create(model="gpt-9", messages=messages)
         with pytest.raises(openai.BadRequestError, match="temperature"):
-            await client.chat.completions.create(model="mock", messages=messages, temperature=0.7)
+            await client.chat.completions.create(model="mock", messages=messages, temperature=2.5)
 
 
 async def test_health_and_versions(cluster: LocalCluster):

@@ -65,7 +65,9 @@ async def _split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 async def _one_at_a_time(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
     async with Client(cluster.grpc_endpoint) as client:
-        return [list((await client.answer(prompt, max_tokens=NEW_TOKENS)).token_ids) for prompt in prompts]
+        return [
+            list((await client.answer(prompt, max_tokens=NEW_TOKENS, temperature=0)).token_ids) for prompt in prompts
+        ]
 
 
 async def test_split_equals_transformers(split: LocalCluster, prompts: list[list[int]], expected: list[list[int]]):
@@ -77,7 +79,7 @@ async def test_eight_at_once_equal_one_at_a_time(
     split: LocalCluster, prompts: list[list[int]], expected: list[list[int]]
 ):
     async with Client(split.grpc_endpoint) as client:
-        calls = (client.answer(prompt, max_tokens=NEW_TOKENS) for prompt in prompts[3:11])
+        calls = (client.answer(prompt, max_tokens=NEW_TOKENS, temperature=0) for prompt in prompts[3:11])
         answers = await asyncio.gather(*calls)
     assert [list(answer.token_ids) for answer in answers] == expected[3:11]
     await assert_idle(split)
@@ -85,7 +87,7 @@ async def test_eight_at_once_equal_one_at_a_time(
 
 async def test_a_question_gets_its_answer(split: LocalCluster):
     async with Client(split.grpc_endpoint) as client:
-        answer = await client.answer([Message("user", "What is the capital of France?")], max_tokens=32)
+        answer = await client.answer([Message("user", "What is the capital of France?")], max_tokens=32, temperature=0)
     assert answer.text == "The capital of France is Paris."
     assert answer.end.reason == "stop"
     handoff = answer.end.timeline.handoff

@@ -9,11 +9,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from engine_pair import EnginePair
+from engine_pair import EnginePair, first_of
 from engine_process import engines, settings
 from isthmus_worker.engine import (
     EngineLoad,
     Finished,
+    Sampling,
 )
 from isthmus_worker.wire.engine_frames import Abort, LegReleased
 from kvtransfer.ports import (
@@ -44,10 +45,9 @@ def test_split_requests_say_what_one_instance_would(pair: Callable[..., EnginePa
     for number, length in enumerate((1, 15, 16, 17, 100, 600)):
         prompt = [32 + index * 7 % 95 for index in range(length)]
         leg, offer = both.prefill(prompt, 12, number)
-        assert leg.context_phase is not None
-        assert leg.context_phase.first_tokens == tuple(oracle(prompt, 1))
+        assert first_of(leg) == oracle(prompt, 1)
         notice = both.hand_off(leg, offer)
-        assert [*leg.context_phase.first_tokens, *both.generation.tokens(leg.key)] == oracle(prompt, 12), length
+        assert [*first_of(leg), *both.generation.tokens(leg.key)] == oracle(prompt, 12), length
         end = both.generation.finished(leg.key)
         assert isinstance(end, Finished)
         assert end.report.handoff is not None
@@ -133,3 +133,20 @@ def test_a_rank_socket_that_carries_rubbish_ends_the_process_with_the_reason(pai
     code, line = both.context.outcome()
     assert code == 4
     assert line.startswith("the transfer agent failed:")
+
+
+def test_n_answers_go_over_in_one_hand_off(pair: Callable[..., EnginePair]):
+    both = pair()
+    prompt, hot = PROMPT[:41], {"temperature": 1.0, "seed": 9, "n": 3}
+    sampling = Sampling(12, **hot)
+    for number in range(2):
+        leg, offer = both.prefill(prompt, 12, number, **hot)
+        assert leg.context_phase is not None
+        assert [chunk.sample for chunk in leg.context_phase.first_tokens] == [0, 1, 2]
+        both.hand_off(leg, offer)
+        for sample, first in enumerate(leg.context_phase.first_tokens):
+            rest = [token for chunk in both.generation.chunks(leg.key, sample) for token in chunk.ids]
+            assert [*first.ids, *rest] == oracle(prompt, 12, sampling=sampling, sample=sample)
+        assert both.context.finished(leg.key).report.cached_tokens == (0, 32)[number]
+        assert both.generation.finished(leg.key).report.cached_tokens == 0
+    both.stop()

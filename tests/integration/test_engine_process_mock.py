@@ -18,7 +18,7 @@ import pytest
 
 from engine_process import EngineUnderTest, engines, settings
 from isthmus_core.keys import RequestKey
-from isthmus_worker.engine import EngineLoad, EngineRequest, Finished, FinishReason, RequestType, Sampling
+from isthmus_worker.engine import EngineLoad, EngineRequest, Finished, FinishReason, KvEvent, RequestType, Sampling
 from isthmus_worker.wire.engine_frames import Abort, LegReleased, LegTokens, Stop
 from kvtransfer.ports import SendOutcome
 from mock_oracle import oracle
@@ -68,7 +68,7 @@ def test_50_requests_at_once_are_all_right(make: Make):
         assert texts[one.key] == oracle(prompt, 12), f"prompt of {len(prompt)} tokens"
         end = engine.finished(one.key)
         assert isinstance(end, Finished)
-        assert end.reason is FinishReason.LENGTH
+        assert engine.last_tokens(one.key).reason is FinishReason.LENGTH
         assert end.report.decode_tokens == 11
         assert end.report.prefill is not None
         assert end.report.context_queue is not None
@@ -99,7 +99,7 @@ def test_refusals_are_typed_and_the_engine_goes_on(make: Make, bad: EngineReques
     engine = make()
     engine.ready()
     engine.run(bad)
-    error = engine.end(KEY).error
+    error = engine.failure(KEY)
     assert error is not None
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert words in error.message
@@ -111,7 +111,7 @@ def test_a_full_queue_refuses(make: Make):
     engine.ready()
     requests = [request([65], 50, number) for number in range(3)]
     engine.run(*requests)
-    errors = [engine.end(one.key).error for one in requests]
+    errors = [engine.failure(one.key) for one in requests]
     refused = [error for error in errors if error is not None]
     assert refused
     assert all(error.code is grpc.StatusCode.RESOURCE_EXHAUSTED for error in refused)
@@ -127,7 +127,7 @@ def test_abort_ends_a_running_and_a_waiting_request(make: Make):
     for _ in range(2):
         engine.next_of(LegReleased)
     for one in (running, waiting):
-        error = engine.end(one.key).error
+        error = engine.failure(one.key)
         assert error is not None
         assert error.code is grpc.StatusCode.CANCELLED
     idle(engine)
@@ -279,3 +279,37 @@ def test_it_needs_no_torch(make: Make):
     engine.ready()
     maps = Path(f"/proc/{engine.process.pid}/maps").read_text()
     assert "libtorch" not in maps
+
+
+def test_n_answers_and_a_prompt_that_was_here_before(make: Make):
+    engine = make(settings(engine={"num_blocks": 64}))
+    engine.ready()
+    sampling = Sampling(12, temperature=1.0, seed=3, n=3, logprobs=2)
+    prompt = tuple(32 + index * 7 % 95 for index in range(100))
+    cached: list[int] = []
+    for number, salt in enumerate((b"", b"", b"tenant")):
+        key = RequestKey(KEY.request_id + number)
+        one = EngineRequest(key, RequestType.CONTEXT_AND_GENERATION, prompt, sampling, cache_salt=salt)
+        engine.run(one)
+        for sample in range(3):
+            chunks = engine.chunks(key, sample)
+            assert [token for chunk in chunks for token in chunk.ids] == oracle(
+                prompt, 12, sampling=sampling, sample=sample
+            )
+            assert all(len(chunk.logprobs) == len(chunk.ids) for chunk in chunks)
+            assert [chunk.reason for chunk in chunks if chunk.reason] == [FinishReason.LENGTH]
+        cached.append(engine.finished(key).report.cached_tokens)
+    assert cached == [0, 96, 0]
+    idle(engine)
+    events = [event for event in engine.events if isinstance(event, KvEvent)]
+    assert sum(len(event.stored) for event in events) >= 2 * 6
+
+
+def test_no_reuse_when_it_is_off(make: Make):
+    engine = make(settings(engine={"num_blocks": 64, "prefix_caching": False}))
+    engine.ready()
+    engine.run(request([65] * 100, 3, 0))
+    second = request([65] * 100, 3, 1)
+    assert engine.run(second)[second.key] == oracle([65] * 100, 3)
+    assert engine.finished(second.key).report.cached_tokens == 0
+    assert not [event for event in engine.events if isinstance(event, KvEvent)]

@@ -2,105 +2,29 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
 import httpx
 import openai
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from isthmus.v1 import errors_pb2, worker_service_pb2_grpc
+from grpc_health.v1 import health_pb2
+from isthmus.v1 import errors_pb2
 from isthmus.v1 import inference_service_pb2 as pb
-from isthmus.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from isthmus_core import token_ids
-from isthmus_core.config import RouterConfig, TelemetryConfig, TlsConfig
 from isthmus_core.errors import Overloaded, StartError, from_rpc_error
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.process import free_port
-from isthmus_core.rpc import RpcServer, open_channel
-from isthmus_core.tracing import TraceContext, Tracing
-from isthmus_router.byte_tokenizer import ByteTokenizer
-from isthmus_router.front import serve
+from isthmus_core.tracing import TraceContext
 from isthmus_router.http.server import bind
-from isthmus_router.pipeline import Pipeline
-from isthmus_router.ports import ConnectionLost, Leg, LegKind, Tokens
+from isthmus_router.ports import ConnectionLost, FinishReason, Leg, LegKind, Sampling, Tokens
 from isthmus_router.worker_client import WorkerClient
-from router_fakes import FakeCoordinator, FakeInstance, FakeModel, FakePlacement, FakeWorkerServicer
+from router_fakes import FakeInstance, FakeModel, FakePlacement
+from router_site import Router, Worker
 
 pytestmark = pytest.mark.integration
-NO_TLS = TlsConfig()
-
-
-class Worker:
-    """A fake worker on a port of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.servicer = FakeWorkerServicer()
-        self.rpc = RpcServer()
-
-    async def start(self, address: str = "127.0.0.1:0") -> FakeInstance:
-        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.rpc.server)
-        port = await self.rpc.start(address)
-        return FakeInstance(self.name, f"127.0.0.1:{port}", self.name.encode().ljust(16, b"."))
-
-
-class Router:
-    """A router with two workers, on free ports."""
-
-    def __init__(self, drain_s: float = 5.0, request_timeout_s: float = 20.0) -> None:
-        self.grpc_port, self.http_port = free_port(), free_port()
-        self.config = RouterConfig(
-            listen=f"127.0.0.1:{self.grpc_port}",
-            http_listen=f"127.0.0.1:{self.http_port}",
-            drain_s=drain_s,
-            request_timeout_s=request_timeout_s,
-        )
-        self.context, self.generation = Worker("context"), Worker("generation")
-        self.coordinator = FakeCoordinator(models=[FakeModel("m", 4096)])
-        self.workers = WorkerClient()
-        self.stopping = asyncio.Event()
-        self.url = f"http://127.0.0.1:{self.http_port}"
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator["Router"]:
-        self.coordinator.placement = FakePlacement(await self.context.start(), await self.generation.start())
-        tracing = Tracing.from_config(TelemetryConfig(), "test")
-        tokenizers = {"m": ByteTokenizer()}
-        pipeline = Pipeline(self.coordinator, self.workers, tokenizers, tracing, max_text_bytes=100_000)
-        with bind(self.config.http_listen) as sock:
-            self.task = asyncio.create_task(serve(self.config, NO_TLS, pipeline, sock, self.stopping))
-            self.channel = open_channel(self.config.listen)
-            self.stub = InferenceServiceStub(self.channel)
-            try:
-                await self.health(health_pb2.HealthCheckResponse.SERVING)
-                yield self
-            finally:
-                await self.channel.close()
-                self.stopping.set()
-                await self.task
-                await pipeline.close()
-                await self.workers.close()
-                await asyncio.gather(self.context.rpc.stop(0), self.generation.rpc.stop(0))
-        assert self.coordinator.open == set()
-
-    async def health(self, status: int) -> None:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        request = health_pb2.HealthCheckRequest(service="isthmus.v1.InferenceService")
-        while (await stub.Check(request, wait_for_ready=True)).status != status:
-            await asyncio.sleep(0.05)
-
-    def openai(self, retries: int = 0) -> openai.AsyncOpenAI:
-        http = httpx.AsyncClient(trust_env=False)
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=retries, http_client=http)
-
-    async def until(self, condition: str) -> None:
-        """Wait until an expression over this router is true."""
-        while not eval(condition, {"r": self}):
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -190,7 +114,7 @@ async def test_the_openai_sdk(router: Router) -> None:
         assert [model.id async for model in client.models.list()] == ["m"]
         assert (await client.models.retrieve("m")).id == "m"
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.completions.create(model="m", prompt="x", n=2)
+            await client.completions.create(model="m", prompt="x", n=200)
         assert caught.value.param == "n"
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="nope", prompt="x")
@@ -289,11 +213,11 @@ async def test_calls_of_workers_carry_the_trace_and_replace_old_incarnations() -
     worker, client = Worker("w"), WorkerClient()
     instance = await worker.start()
     trace = TraceContext(b"t" * 16, b"s" * 8)
-    leg = Leg(RequestKey(MIN_GLOBAL_ID), LegKind.BOTH, token_ids.pack([1, 2]), 2, ())
+    leg = Leg(RequestKey(MIN_GLOBAL_ID), LegKind.BOTH, token_ids.pack([1, 2]), Sampling(2))
     for incarnation in (b"1" * 16, b"1" * 16, b"2" * 16):
         reborn = FakeInstance("w", instance.endpoint, incarnation)
         events = [event async for event in client.generate(reborn, leg, timeout_s=10, trace=trace)]
-        assert events[:2] == [Tokens((2,)), Tokens((1,))]
+        assert events[:2] == [Tokens((2,)), Tokens((1,), reason=FinishReason.LENGTH)]
         assert client.open_channels == 1
     assert [metadata["traceparent"] for metadata in worker.servicer.metadata] == [trace.to_traceparent()] * 3
     await client.abort(FakeInstance("w", instance.endpoint, b"2" * 16), leg.key)

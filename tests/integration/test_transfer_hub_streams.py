@@ -65,7 +65,7 @@ async def test_incompatible_pair_is_refused_with_every_reason(sides: Sides):
     generation = await generation_of(
         sides,
         model=model,
-        shape=Shape(tokens_per_block=8),
+        shape=Shape(unit=24),
         dialect=Dialect(protocol_version=1, required_features=("packed-kv",)),
     )
     generation.hub.set_context_peers([context.address])
@@ -73,7 +73,7 @@ async def test_incompatible_pair_is_refused_with_every_reason(sides: Sides):
     (pair,) = generation.hub.pairs()
     reasons = {reason.field: reason for reason in pair.incompatibilities}
     assert {"protocol_version", "required_features.packed-kv", "model.weights_digest", "model.kv_dtype"} <= set(reasons)
-    assert any("tokens_per_block" in field for field in reasons)
+    assert any("page_table" in field for field in reasons)
     assert (reasons["model.kv_dtype"].mine, reasons["model.kv_dtype"].yours) == ("BF16", "F32")
     assert (reasons["protocol_version"].mine, reasons["protocol_version"].yours) == ("1 to 1", "2 to 3")
     assert all(reason.remedy for reason in pair.incompatibilities)

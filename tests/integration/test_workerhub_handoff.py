@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Pair:
         """First tokens and ContextPhaseParams."""
         request = leg(prompt, max_tokens, kind=CONTEXT, number=number)
         answers = [answer async for answer in self.context.stub.Generate(request, timeout=60)]
-        return tokens(answers), answers[-1].context_ready.params
+        params = answers[-1].context_ready.params
+        return [token for one in params.first_tokens for token in array("I", one.tokens.le_uint32)], params
 
     async def decode(self, prompt: list[int], max_tokens: int, params: Any, number: int = 0) -> list[Any]:
         """Answers of the generation leg."""
@@ -53,12 +55,21 @@ class Pair:
             assert sessions.free_pages == sessions.total_pages
 
 
+@pytest.fixture(name="on_failure")
+def _on_failure() -> str:
+    return "fail"
+
+
 @pytest.fixture(name="pair")
-async def _pair(tmp_path: Path) -> AsyncGenerator[Pair, None]:
+async def _pair(tmp_path: Path, on_failure: str) -> AsyncGenerator[Pair, None]:
     async with AsyncExitStack() as stack:
         for_context = await stack.enter_async_context(FakeCoordinator())
         heard = await stack.enter_async_context(FakeCoordinator())
-        common = ("transfer.handoff_hold_s=3", "engine.mock.decode_us=1000")
+        common = (
+            "transfer.handoff_hold_s=3",
+            "engine.mock.decode_us=1000",
+            f"transfer.on_transfer_failure={on_failure}",
+        )
         context = await stack.enter_async_context(
             worker(tmp_path, for_context.address, "worker.role=context", "worker.instance_id=c-0", *common)
         )
@@ -122,6 +133,21 @@ async def test_a_context_engine_that_dies_with_held_pages_is_a_typed_error(pair:
     error = from_rpc_error(caught.value)
     assert error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
     assert error.detail is not None
+    assert await pair.context.exit_code() == 4
+    await pair.generation.idle()
+
+
+@pytest.mark.parametrize("on_failure", ["recompute"])
+async def test_a_context_engine_that_dies_with_held_pages_costs_time_and_no_answer(pair: Pair):
+    prompt = [32 + index * 7 % 95 for index in range(300)]
+    first, params = await pair.prefill(prompt, 12)
+    pair.context.engine.kill()
+    answers = await pair.decode(prompt, 12, params)
+    assert first + tokens(answers) == oracle(prompt, 12)
+    report = answers[-1].finished.report
+    assert report.recomputed
+    assert report.handoff_failures
+    assert "its prompt was computed here" in pair.generation.log
     assert await pair.context.exit_code() == 4
     await pair.generation.idle()
 

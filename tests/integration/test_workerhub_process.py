@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from fake_coordinator import FakeCoordinator
-from isthmus_core.errors import from_rpc_error
+from isthmus_core.errors import IsthmusError, from_rpc_error, retry_after_s
 from isthmus_core.process import free_port
+from isthmus_worker.engine import FinishReason, Sampling
+from isthmus_worker.wire.tokens import chunk_from_pb, sampling_to_pb
 from mock_oracle import oracle
 from worker_process import BASE, WorkerProcess, leg, tokens, worker
 
@@ -104,6 +106,7 @@ async def test_a_killed_engine_is_worker_lost_and_exit_4(tmp_path: Path, coordin
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert error.detail is not None
         assert (error.detail.instance_id, error.detail.phase) == ("w-0", "decode")
+        assert not await one.serving(0.2)
         assert await one.exit_code() == 4
         assert "SIGKILL" in one.log.splitlines()[-1]
         await coordinator.until(lambda: coordinator.open_streams == 0)
@@ -208,3 +211,53 @@ async def test_requests_that_do_not_fit_the_model(tmp_path: Path, coordinator: F
             assert error.detail.field == field
         await one.idle()
         assert await one.stop() == 0
+
+
+async def test_answers_side_by_side_and_a_prompt_that_was_here_before(tmp_path: Path, coordinator: FakeCoordinator):
+    async with worker(tmp_path, coordinator.address) as one:
+        assert await one.serving(), one.log
+        prompt = [32 + index * 5 % 95 for index in range(100)]
+        sampling = Sampling(20, temperature=1.0, seed=7, n=4, logprobs=1)
+        cached: list[int] = []
+        for number, salt in enumerate((b"", b"", b"tenant")):
+            request = leg(prompt, 20, number=number)
+            request.sampling.CopyFrom(sampling_to_pb(sampling))
+            request.cache_salt = salt
+            answers = [answer async for answer in one.stub.Generate(request, timeout=60)]
+            chunks = [chunk_from_pb(answer.tokens) for answer in answers[:-1]]
+            for sample in range(4):
+                own = [chunk for chunk in chunks if chunk.sample == sample]
+                expected = oracle(prompt, 20, sampling=sampling, sample=sample)
+                assert [token for chunk in own for token in chunk.ids] == expected
+                assert [chunk.reason for chunk in own] == [None] * 19 + [FinishReason.LENGTH]
+                assert all(len(chunk.logprobs) == 1 for chunk in own)
+            assert answers[-1].finished.report.decode_tokens == 4 * 19
+            cached.append(answers[-1].finished.report.cached_tokens)
+        assert cached == [0, 96, 0]
+        call = one.stub.Generate(request)
+        await call.read()
+        call.cancel()
+        await one.idle()
+        assert await one.stop() == 0
+
+
+async def test_a_full_queue_says_when_to_come_back(tmp_path: Path, coordinator: FakeCoordinator):
+    limits = ("engine.max_running=1", "engine.max_waiting=2")
+    async with worker(tmp_path, coordinator.address, SLOW, *limits) as one:
+        assert await one.serving(), one.log
+
+        async def ask(number: int) -> IsthmusError | None:
+            try:
+                await _all(one, number, 5, 10)
+            except grpc.aio.AioRpcError as caught:
+                return from_rpc_error(caught)
+            return None
+
+        errors = [error for error in await asyncio.gather(*map(ask, range(20))) if error is not None]
+        assert 0 < len(errors) < 20
+        for error in errors:
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            wait_s = retry_after_s(error)
+            assert wait_s is not None
+            assert 1.0 <= wait_s <= 60.0
+        await one.idle()

@@ -87,10 +87,10 @@ def ask(what: int, kind: int = BOTH, number: int = 0, max_tokens: int = 3) -> An
 
 async def test_tokens_then_the_end_with_its_report(service: Service):
     answers = [answer async for answer in service.stub.Generate(ask(ANSWER))]
-    ids = [token for answer in answers[:-1] for token in array("I", answer.tokens.le_uint32)]
+    ids = [token for answer in answers[:-1] for token in array("I", answer.tokens.tokens.le_uint32)]
     assert ids == [0, 1, 2]
     finished = answers[-1].finished
-    assert finished.reason == 2
+    assert answers[-2].tokens.finish_reason == 2
     assert finished.report.decode_tokens == 2
     assert finished.report.prefill.ToMilliseconds() == 2
     assert not finished.report.HasField("handoff")
@@ -105,8 +105,10 @@ async def test_a_context_leg_answers_what_the_generation_needs(service: Service)
     assert (params.endpoint, params.instance_id, params.incarnation) == (HERE.endpoint, "w-0", HERE.incarnation)
     assert params.key.request_id == BASE
     assert params.prompt_tokens == 2
-    assert array("I", params.first_tokens.le_uint32).tolist() == [42]
+    assert array("I", params.first_tokens[0].tokens.le_uint32).tolist() == [42]
     status = await service.stub.GetStatus(worker_service_pb2.GetStatusRequest())
+    while not status.load.used_blocks:  # a load is told after the event that changed it
+        status = await service.stub.GetStatus(worker_service_pb2.GetStatusRequest())
     assert status.load.used_blocks == 1
     assert status.role == CONTEXT
     # The call is over, the pages are held: only Abort, the hand-off or its deadline end that.
@@ -224,7 +226,7 @@ def _generation(change: Callable[[Any], object]) -> Any:
     request = ask(ANSWER, GENERATION)
     params = request.context_phase
     params.key.CopyFrom(request.key)
-    params.first_tokens.le_uint32 = array("I", [42]).tobytes()
+    params.first_tokens.add().tokens.le_uint32 = array("I", [42]).tobytes()
     params.prompt_tokens = 2
     params.endpoint, params.instance_id, params.incarnation = "h:1", "c-0", b"\1" * 16
     change(params)

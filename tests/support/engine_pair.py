@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from engine_process import EngineUnderTest, Settings
 from isthmus_core.keys import RequestKey
@@ -25,6 +26,12 @@ from kvtransfer.ports import (
 from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint
 
 HOLDER = Holder("127.0.0.1:1", "context-0", b"c" * 16)
+
+
+def first_of(leg: EngineRequest) -> list[int]:
+    """First tokens of the first answer, as the context leg told them."""
+    assert leg.context_phase is not None
+    return list(leg.context_phase.first_tokens[0].ids)
 
 
 class EnginePair:
@@ -51,10 +58,12 @@ class EnginePair:
         assert isinstance(loaded, PeerLoaded)
         assert not loaded.incompatibilities
 
-    def prefill(self, prompt: list[int], max_tokens: int, number: int = 0) -> tuple[EngineRequest, SendOffer]:
+    def prefill(
+        self, prompt: list[int], max_tokens: int, number: int = 0, **options: Any
+    ) -> tuple[EngineRequest, SendOffer]:
         """The context leg; returns the generation leg and the offer."""
         key = RequestKey((1 << 40) + number)
-        sampling = Sampling(max_tokens)
+        sampling = Sampling(max_tokens, **options)
         self.context.send(EngineRequest(key, RequestType.CONTEXT_ONLY, tuple(prompt), sampling))
         offer = self.context.next_of(SendOffer)
         self.context.next_of(LegEnded)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from isthmus_core.errors import IsthmusError
 from isthmus_core.framing import FrameSocket
 from isthmus_core.keys import RequestKey
-from isthmus_worker.engine import ContextReady, EngineDescription, EngineRequest, Finished
+from isthmus_worker.engine import ContextReady, EngineDescription, EngineRequest, Finished, Tokens
 from isthmus_worker.wire.engine_frames import (
     EngineCommand,
     EngineEvent,
@@ -120,15 +121,29 @@ class EngineUnderTest:
         """All tokens of a request so far."""
         return [t for one in self.events if isinstance(one, LegTokens) and one.key == key for t in one.tokens.ids]
 
+    def chunks(self, key: RequestKey, sample: int = 0) -> list[Tokens]:
+        """What one answer of a request has said."""
+        said = [one.tokens for one in self.events if isinstance(one, LegTokens) and one.key == key]
+        return [chunk for chunk in said if chunk.sample == sample]
+
+    def last_tokens(self, key: RequestKey) -> Tokens:
+        """The last chunk of a request's first answer."""
+        return self.chunks(key)[-1]
+
     def end(self, key: RequestKey) -> LegEnded:
         """The end of a request; there must be exactly one."""
         (end,) = (one for one in self.events if isinstance(one, LegEnded) and one.key == key)
         return end
 
+    def failure(self, key: RequestKey) -> IsthmusError | None:
+        """What a request failed with."""
+        end = self.end(key).end
+        return end if isinstance(end, IsthmusError) else None
+
     def finished(self, key: RequestKey) -> Finished | ContextReady:
         """The good end of a request."""
         end = self.end(key)
-        assert end.end is not None, end.error
+        assert not isinstance(end.end, IsthmusError), end.end
         return end.end
 
     # --- rank socket

@@ -3,7 +3,7 @@
 Started like the real one (`--config FILE --scheduler-fd N [--rank-fd M] [--lock-fd K]`). FAKE_ENGINE in the environment
 says how the start goes; the first token of a prompt says what happens to a request:
 
-    ANSWER  max_tokens tokens (token i = i), then the end          HOLD    one token, then ContextDone; pages held
+    ANSWER  max_tokens tokens (token i = i), then the end          HOLD    ContextDone; pages held
     STALL   one token, then nothing until it is aborted            REFUSE  fails as Overloaded
     DIE     one token, then the process ends with code 7           GARBAGE a frame that is no EngineOutput
     DOUBT   one token; an abort ends it, but it is never released
@@ -22,7 +22,7 @@ from isthmus.v1 import engine_ipc_pb2 as ipc
 from isthmus.v1 import generation_pb2, worker_service_pb2
 
 from isthmus_core.config import load_config
-from isthmus_core.errors import Overloaded
+from isthmus_core.errors import Overloaded, RequestCancelled
 from isthmus_core.framing import FrameSocket
 from isthmus_core.process import die_with_parent
 
@@ -57,9 +57,11 @@ class FakeEngine:
         )
         self.send(ipc.EngineEvent(load=load))
 
-    def tokens(self, request: ipc.SubmitCommand, *ids: int) -> None:
+    def tokens(self, request: ipc.SubmitCommand, *ids: int, last: bool = False) -> None:
         event = ipc.RequestTokens(key=request.key)
-        event.tokens.le_uint32 = array("I", ids).tobytes()
+        event.chunk.tokens.le_uint32 = array("I", ids).tobytes()
+        if last:
+            event.chunk.finish_reason = generation_pb2.FINISH_REASON_LENGTH
         self.send(ipc.EngineEvent(tokens=event))
 
     def release(self, request: ipc.SubmitCommand) -> None:
@@ -75,9 +77,10 @@ class FakeEngine:
             return
         self._held[request.key.request_id, request.key.attempt] = request
         if what == ANSWER:
-            for index in range(request.sampling.max_tokens):
-                self.tokens(request, index)
-            done = ipc.RequestFinished(key=request.key, reason=generation_pb2.FINISH_REASON_LENGTH)
+            count = request.sampling.max_tokens
+            for index in range(count):
+                self.tokens(request, index, last=index == count - 1)
+            done = ipc.RequestFinished(key=request.key)
             done.report.context_queue.FromMilliseconds(1)
             done.report.prefill.FromMilliseconds(2)
             done.report.decode.FromMilliseconds(3)
@@ -85,7 +88,8 @@ class FakeEngine:
             self.send(ipc.EngineEvent(finished=done), ipc.EngineEvent(released=ipc.RequestReleased(key=request.key)))
             del self._held[request.key.request_id, request.key.attempt]
             return
-        self.tokens(request, 42)
+        if what != HOLD:
+            self.tokens(request, 42)
         if what == DIE:
             print("out of luck", file=sys.stderr, flush=True)
             os._exit(7)
@@ -93,7 +97,7 @@ class FakeEngine:
             self._frames.send(b"\xff\xff\xff")
         if what == HOLD:
             done = ipc.ContextDone(key=request.key)
-            done.first_tokens.le_uint32 = array("I", [42]).tobytes()
+            done.first_tokens.add().tokens.le_uint32 = array("I", [42]).tobytes()
             self.send(ipc.EngineEvent(context_done=done))
 
     def abort(self, command: ipc.AbortCommand) -> None:
@@ -102,7 +106,8 @@ class FakeEngine:
             return
         what = int.from_bytes(request.prompt.le_uint32[:4], "little")
         if what != HOLD:
-            self.send(ipc.EngineEvent(finished=ipc.RequestFinished(key=command.key)))
+            status = RequestCancelled().serialize()
+            self.send(ipc.EngineEvent(finished=ipc.RequestFinished(key=command.key, status=status)))
         if what != DOUBT:
             self.release(request)
 

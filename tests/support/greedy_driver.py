@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus_worker.runner import BatchRow, ModelRunner
+from isthmus_worker.engine import Sampling
+from isthmus_worker.runner import BatchRow, Draw, Drawn, ModelRunner
+
+_NO_TOKENS: NDArray[np.int64] = np.zeros(0, np.int64)
+# One greedy token; what the penalties would look at is not needed.
+GREEDY = (Draw(Sampling(max_tokens=1), 0, _NO_TOKENS, _NO_TOKENS),)
 
 
 class GreedySequence:
@@ -34,14 +39,13 @@ class GreedySequence:
         """The next chunk of the prompt, or the last token."""
         end = min(self.done + self.chunk, len(self.tokens))
         ids = np.array(self.tokens[self.done : end], np.int64)
-        return BatchRow(ids, self.done, self.blocks, want_token=end == len(self.tokens))
+        return BatchRow(ids, self.done, self.blocks, GREEDY if end == len(self.tokens) else ())
 
-    def take(self, row: BatchRow, token: int) -> None:
+    def take(self, row: BatchRow, drawn: Sequence[Drawn]) -> None:
         """The result of `row`."""
         self.done += len(row.token_ids)
-        assert (token >= 0) == row.want_token
-        if row.want_token:
-            self.tokens.append(token)
+        assert len(drawn) == len(row.draws)
+        self.tokens += [one.token for one in drawn]
 
 
 def blocks_for(tokens: int, tokens_per_block: int = 16) -> int:
@@ -53,8 +57,8 @@ def run_greedy(runner: ModelRunner, sequences: Sequence[GreedySequence], new_tok
     """Steps all sequences together until each has `new_tokens` tokens."""
     while running := [one for one in sequences if len(one.generated) < new_tokens]:
         rows = [one.row() for one in running]
-        for one, row, token in zip(running, rows, runner.execute(rows), strict=True):
-            one.take(row, token)
+        for one, row, drawn in zip(running, rows, runner.execute(rows), strict=True):
+            one.take(row, drawn)
     return [one.generated for one in sequences]
 
 
@@ -63,7 +67,7 @@ def open_oracle(folder: Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
     return model.eval()
 
 

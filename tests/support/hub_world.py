@@ -24,6 +24,7 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.hub import PairState, PairStatus, PeerAddress, TransferHub
 from kvtransfer.ports import Holder, RankBlocks, RankToHub, ReceiveRequest, RequestKey, TokenRange
 from kvtransfer.rank_info import InstanceRole, ModelFingerprint, Topology
+from kvtransfer.transceiver.probing import ProbePolicy
 from kvtransfer.transceiver.rank import RankTransceiver
 from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 
@@ -76,14 +77,18 @@ class Side:
         dialect: Dialect | None = None,
         tracing: Tracing = NO_TRACING,
         total_blocks: int = 64,
+        probing: ProbePolicy | None = None,
         **settings: float,
     ) -> None:
         self.name, self.incarnation = name, os.urandom(16)
         self.storage = Storage(shape or Shape(), layout, total_blocks)
         self.agent = LoopbackAgent(name, fabric)
         self.port, self.pair_log = QueuePort(), list[PairStatus]()
+        self.kills, self.stops = list[tuple[int, str]](), list[str]()
         self._events: list[RankToHub] = []
-        self.rank = RankTransceiver(self.storage.page_table(), 0, Topology(), self.agent, self._events.append)
+        self.rank = RankTransceiver(
+            self.storage.page_table(), 0, Topology(), self.agent, self._events.append, probing=probing
+        )
         self.config = TransferConfig("loopback", **settings)  # pyright: ignore[reportArgumentType]
         self._make = (role, model, exited, dialect, tracing)
         self.server = RpcServer()
@@ -108,6 +113,8 @@ class Side:
             rank_ports=[self.port],
             deliver=self.scheduler.deliver,
             on_pair=self.pair_log.append,
+            kill_rank=lambda rank, reason: self.kills.append((rank, reason)),
+            stop_instance=self.stops.append,
             tracing=tracing,
             exited_incarnations=exited,
             dialect=dialect,

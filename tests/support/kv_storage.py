@@ -92,7 +92,7 @@ class Storage:
         """Address of the pools."""
         return int(self.memory.ctypes.data) + GUARD
 
-    def page_table(self) -> PageTable:
+    def page_table(self, first_head: int = 0) -> PageTable:
         """The same storage as the planner sees it."""
         count, size = len(self.shape.layers), self.shape.buffer
         if self.layout == "layer_major":
@@ -105,7 +105,7 @@ class Storage:
             used = self.slot
             pools = (PhysicalPool(self.base, used, self.blocks, self.slot, 0),)
             offsets = [[self.where(layer, kv, 0) for layer in range(count)] for kv in (0, 1)]
-        heads = HeadInterval(0, self.shape.heads)
+        heads = HeadInterval(first_head, first_head + self.shape.heads)
         if self.layout == "one_view":
             layers = [layer for layer in range(count) for _ in (0, 1)]
             both = [offsets[kv][layer] for layer in range(count) for kv in (0, 1)]

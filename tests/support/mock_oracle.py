@@ -1,11 +1,16 @@
 """What the mock engine must say, in plain Python: an independent second implementation of its definition.
 
-The definition is in the docstring of `isthmus_worker.mock_engine.hashing`; nothing of that module is used here.
+The definition is in the docstrings of `isthmus_worker.mock_engine.hashing` and `draws`; no code of them is used here.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+
+import xxhash
+
+from isthmus_worker.engine import Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -22,8 +27,37 @@ def _numbered(name: bytes, index: int) -> int:
     return _mix(_mix(int.from_bytes(name, "big") + index * _GOLDEN))
 
 
-def oracle(prompt: Sequence[int], n: int, *, seed: int = 0, layers: int = 2, bytes_per_token: int = 8) -> list[int]:
-    """The first `n` tokens after `prompt`, whatever the block size, the chunks and the instances that compute them."""
+def _drawn(best: int, sampling: Sampling, sample: int, position: int, made: Sequence[int]) -> int:
+    """What is chosen where the model's best character is `best`; `made`: the answer so far."""
+    number = 0.0
+    if sampling.temperature > 0:
+        hashed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", sampling.seed, sample, position))
+        number = (2 * (hashed >> 12) + 1) / (1 << 53)
+    never = {token for token, bias in sampling.logit_bias if bias == -100}
+    if len(made) < sampling.min_tokens:
+        never |= set(sampling.stop_token_ids)
+    for steps in range(95):
+        token = 32 + (best - 32 + int(number * 95) + steps) % 95
+        if token not in never:
+            return token
+    return 32 + (best - 32 + int(number * 95)) % 95
+
+
+def oracle(
+    prompt: Sequence[int],
+    n: int,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    bytes_per_token: int = 8,
+    sampling: Sampling | None = None,
+    sample: int = 0,
+) -> list[int]:
+    """The first `n` tokens after `prompt`, whatever the block size, the chunks and the instances that compute them.
+
+    `seed`, `layers`, `bytes_per_token`: of the model. `sample`: which answer of a request with `sampling` (greedy);
+    stop tokens do not end it.
+    """
     inner = layers * 2 * bytes_per_token // 8
     salts = [_numbered(b"SALTSALT", index) for index in range(inner)]
     coefficients = [_numbered(b"COEFFICI", index) | 1 for index in range(inner)]
@@ -37,5 +71,7 @@ def oracle(prompt: Sequence[int], n: int, *, seed: int = 0, layers: int = 2, byt
         state = (state + (_numbered(b"WEIGHT__", position) | 1) * value) & _MASK
         length = position + 1
         if length >= len(prompt):
-            tokens.append(32 + _mix(state + length * 0x8CB92BA72F3D8DD7) % 95)
+            best = 32 + _mix(state + length * 0x8CB92BA72F3D8DD7) % 95
+            made = tokens[len(prompt) :]
+            tokens.append(best if sampling is None else _drawn(best, sampling, sample, length, made))
     return tokens[len(prompt) :]

@@ -10,7 +10,7 @@ import grpc.aio
 from isthmus.v1 import worker_service_pb2 as worker_pb
 from isthmus.v1 import worker_service_pb2_grpc
 from isthmus.v1.common_pb2 import TokenIds
-from isthmus.v1.generation_pb2 import ContextPhaseParams, HandoffReport, RequestReport
+from isthmus.v1.generation_pb2 import ContextPhaseParams, HandoffReport, RequestReport, TokenChunk
 
 from isthmus_core import token_ids
 from isthmus_core.errors import DuplicateRequest, IsthmusError
@@ -112,20 +112,33 @@ class Pause:
 Step = LegEvent | IsthmusError | Hang | Pause
 
 
-def ready(first: Sequence[int] = (72,), *, prefill_s: int = 1) -> ContextReady:
-    """A context leg's end."""
-    params = ContextPhaseParams(first_tokens=TokenIds(le_uint32=token_ids.pack(first)), endpoint="ctx", prompt_tokens=3)
-    report = RequestReport()
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+def ready(
+    first: Sequence[int] | Sequence[Tokens] = (72,), *, prefill_s: int = 1, cached_tokens: int = 0
+) -> ContextReady:
+    """A context leg's end: token ids of the only answer, or a chunk for each answer."""
+    chunks = tuple(item for item in first if isinstance(item, Tokens))
+    chunks = chunks or (Tokens(tuple(item for item in first if isinstance(item, int))),)
+    rows = [TokenChunk(sample=c.sample, tokens=TokenIds(le_uint32=token_ids.pack(c.ids))) for c in chunks]
+    params = ContextPhaseParams(first_tokens=rows, endpoint="ctx", prompt_tokens=3)
+    report = RequestReport(cached_tokens=cached_tokens)
     report.prefill.FromSeconds(prefill_s)
-    return ContextReady(tuple(first), params, report)
+    return ContextReady(chunks, params, report)
 
 
-def finished(reason: FinishReason = FinishReason.LENGTH, *, handoff: bool = False) -> Finished:
+def finished(*, handoff: bool = False) -> Finished:
     """A request's end."""
     report = RequestReport(decode_tokens=2)
     if handoff:
         report.handoff.CopyFrom(HandoffReport(bytes=4096, path="fake"))
-    return Finished(reason, report)
+    return Finished(report)
+
+
+def last(*ids: int, reason: FinishReason = LENGTH, sample: int = 0) -> Tokens:
+    """The last chunk of an answer."""
+    return Tokens(ids, sample, reason=reason)
 
 
 @dataclass
@@ -135,8 +148,8 @@ class FakeWorkers:
     scripts: dict[LegKind, list[Step]] = field(
         default_factory=lambda: {
             LegKind.CONTEXT: [ready()],
-            LegKind.GENERATION: [Tokens((105,)), Tokens((33,)), finished(handoff=True)],
-            LegKind.BOTH: [Tokens((72,)), Tokens((105,)), finished(FinishReason.STOP)],
+            LegKind.GENERATION: [Tokens((105,)), last(33), finished(handoff=True)],
+            LegKind.BOTH: [Tokens((72,)), last(105, reason=STOP), finished()],
         }
     )
     legs: list[tuple[str, Leg]] = field(default_factory=list[tuple[str, Leg]])
@@ -179,8 +192,10 @@ _GenerateContext = grpc.aio.ServicerContext[
 
 
 class FakeWorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """A worker over gRPC: echoes the prompt, reversed, one token a message; splits as the legs say.
+    """A worker over gRPC: each answer echoes the prompt, reversed, one token a message; splits as the legs say.
 
+    A token that is among the request's stop tokens ends an answer. `logprobs`: -1 for the chosen token, -2 for the ones
+    after it in the vocabulary.
     `hang_after`: stop sending after so many tokens and wait for the end of the call. `cancelled` counts the calls that
     ended early, `aborts` the keys that were withdrawn, `metadata` what came with the calls.
     """
@@ -205,17 +220,19 @@ class FakeWorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         try:
             if self.error is not None:
                 await abort_with(context, self.error)
-            answer = token_ids.unpack(request.prompt.le_uint32)[::-1][: request.sampling.max_tokens]
-            if request.request_type == worker_pb.REQUEST_TYPE_CONTEXT_ONLY and len(answer) > 1:
-                yield self._ready(request, answer[:1])
+            chunks = _chunks(request)
+            context_only = request.request_type == worker_pb.REQUEST_TYPE_CONTEXT_ONLY
+            first = chunks[: max(1, request.sampling.n)]
+            if context_only and not all(chunk.finish_reason for chunk in first):
+                yield self._ready(request, first)
             else:
-                skip = len(request.context_phase.first_tokens.le_uint32) // 4
-                for count, token in enumerate(answer[skip:]):
+                skip = len(request.context_phase.first_tokens)
+                for count, chunk in enumerate(chunks[skip:]):
                     if count == self.hang_after:
                         self.hanging.set()
                         await asyncio.Event().wait()
-                    yield worker_pb.WorkerServiceGenerateResponse(tokens=TokenIds(le_uint32=token_ids.pack([token])))
-                end = worker_pb.Finished(reason="FINISH_REASON_LENGTH", report=RequestReport(decode_tokens=len(answer)))
+                    yield worker_pb.WorkerServiceGenerateResponse(tokens=chunk)
+                end = worker_pb.Finished(report=RequestReport(decode_tokens=len(chunks), cached_tokens=2))
                 yield worker_pb.WorkerServiceGenerateResponse(finished=end)
             self.completed += 1
         except (asyncio.CancelledError, GeneratorExit):
@@ -231,12 +248,38 @@ class FakeWorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return worker_pb.AbortResponse()
 
     def _ready(
-        self, request: worker_pb.WorkerServiceGenerateRequest, first: Sequence[int]
+        self, request: worker_pb.WorkerServiceGenerateRequest, first: Sequence[TokenChunk]
     ) -> worker_pb.WorkerServiceGenerateResponse:
         params = ContextPhaseParams(
             key=request.key,
-            first_tokens=TokenIds(le_uint32=token_ids.pack(first)),
+            first_tokens=first,
             prompt_tokens=len(request.prompt.le_uint32) // 4,
             instance_id="context",
         )
-        return worker_pb.WorkerServiceGenerateResponse(context_ready=worker_pb.ContextReady(params=params))
+        report = RequestReport(cached_tokens=2)
+        return worker_pb.WorkerServiceGenerateResponse(
+            context_ready=worker_pb.ContextReady(params=params, report=report)
+        )
+
+
+def _chunks(request: worker_pb.WorkerServiceGenerateRequest) -> list[TokenChunk]:
+    """Everything that a request's answers consist of, one token at a time, the answers taking turns."""
+    sampling = request.sampling
+    tokens = token_ids.unpack(request.prompt.le_uint32)[::-1][: sampling.max_tokens]
+    stop = next((i for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
+    tokens = tokens if stop is None else tokens[: stop + 1]
+    chunks: list[TokenChunk] = []
+    for position, token in enumerate(tokens):
+        for sample in range(max(1, sampling.n)):
+            chunk = TokenChunk(sample=sample, tokens=TokenIds(le_uint32=token_ids.pack([token])))
+            if sampling.HasField("logprobs"):
+                top = [token + offset for offset in range(sampling.logprobs)]
+                chunk.logprobs.add(
+                    logprob=-1.0,
+                    top_tokens=TokenIds(le_uint32=token_ids.pack(top)),
+                    top_logprobs=[-1.0 - offset for offset in range(len(top))],
+                )
+            if position + 1 == len(tokens):
+                chunk.finish_reason = "FINISH_REASON_LENGTH" if stop is None else "FINISH_REASON_STOP"  # type: ignore[assignment]
+            chunks.append(chunk)
+    return chunks

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 from isthmus_core.config import MockConfig
 from isthmus_core.keys import RequestKey
 from isthmus_worker.cache import BlockManager
-from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Sampling
+from isthmus_worker.engine import ContextPhase, EngineRequest, FinishReason, KvEvent, RequestType, Sampling, Tokens
 from isthmus_worker.mock_engine import MockRunner
-from isthmus_worker.runner import BatchRow, ModelRunner, NonFiniteLogits
+from isthmus_worker.runner import BatchRow, Drawn, ModelRunner, NonFiniteLogits
 from isthmus_worker.scheduler import (
     ContextDone,
     Handoffs,
     Limits,
+    Memory,
     RequestFinished,
     RequestReleased,
     RequestTokens,
@@ -41,6 +43,7 @@ from kvtransfer.ports import (
     SendOutcome,
     TransferFailure,
 )
+from kvtransfer.transceiver.policy import HandoffPolicy
 from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 
 HOLDER = Holder("127.0.0.1:7", "context-0", b"i" * 16)
@@ -66,11 +69,29 @@ def memory_of(table: PageTable) -> NDArray[np.uint8]:
 
 @dataclass
 class Trail:
-    """What one request has said so far."""
+    """What one request has said so far. `tokens`: by answer; `reasons`: of the answers that have ended."""
 
-    tokens: list[int] = field(default_factory=list[int])
+    answers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    reasons: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
     end: ContextDone | RequestFinished | None = None
     released: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the first answer."""
+        return self.answers.get(0, [])
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Of the first answer."""
+        return self.reasons.get(0)
+
+    def add(self, chunk: Tokens) -> None:
+        """Tokens of one answer, which has not ended."""
+        assert chunk.sample not in self.reasons, f"{chunk} after the end of the answer"
+        self.answers.setdefault(chunk.sample, []).extend(chunk.ids)
+        if chunk.reason is not None:
+            self.reasons[chunk.sample] = chunk.reason
 
 
 class PoisonedRunner:
@@ -79,13 +100,13 @@ class PoisonedRunner:
     def __init__(self, inner: ModelRunner, poison: int) -> None:
         self._inner, self._poison = inner, poison
 
-    def execute(self, rows: list[BatchRow]) -> list[int]:
+    def execute(self, rows: list[BatchRow]) -> list[tuple[Drawn, ...]]:
         """As the mock, or NonFiniteLogits."""
-        tokens = self._inner.execute(rows)
-        bad = [index for index, row in enumerate(rows) if row.want_token and self._poison in row.token_ids]
+        drawn = self._inner.execute(rows)
+        bad = [index for index, row in enumerate(rows) if row.draws and self._poison in row.token_ids]
         if not bad:
-            return tokens
-        raise NonFiniteLogits(bad, [-1 if index in bad else token for index, token in enumerate(tokens)])
+            return drawn
+        raise NonFiniteLogits(bad, [() if index in bad else row for index, row in enumerate(drawn)])
 
 
 class Bench:
@@ -102,22 +123,30 @@ class Bench:
         max_batch_tokens: int = 16,
         max_waiting: int = 8,
         poison: int | None = None,
+        prefix_caching: bool = True,
+        window: int | None = None,
+        policy: HandoffPolicy | None = None,
     ) -> None:
         self.role = role
         self.runner = MockRunner(MockConfig(max_model_len=max_model_len), "mock", tokens_per_block)
         self.memory = memory_of(self.runner.allocate_cache(num_blocks))
         self.blocks = BlockManager(num_blocks, tokens_per_block)
         self.log: list[SchedulerEvent | SchedulerToHub] = []
+        # Names of blocks that can be found, as a reader of the events knows them.
+        self.reusable: set[bytes] = set()
         self.trails: dict[RequestKey, Trail] = {}
         # Blocks that a peer may touch, as the hub knows them.
         self.exposed: dict[RequestKey, NDArray[np.int32]] = {}
+        self._asked: list[ReceiveRequest] = []
         self.rows: list[int] = []
         self.now = 0.0
-        self.transceiver = SchedulerTransceiver(self, lambda: self.now)
+        self.transceiver = SchedulerTransceiver(self, lambda: self.now, policy)
         limits = Limits(
             role, 257, max_model_len, tokens_per_block, num_blocks, max_running, max_batch_tokens, max_waiting
         )
-        self.scheduler = Scheduler(limits, self.blocks, self._event, Handoffs(self.transceiver, 1, 30.0))
+        root = (lambda salt: b"root" + salt) if prefix_caching else None
+        memory = Memory(self.blocks, root)
+        self.scheduler = Scheduler(limits, memory, self._event, Handoffs(self.transceiver, 1, 30.0, window))
         self._executor = self.runner if poison is None else PoisonedRunner(self.runner, poison)
 
     # --- what the loop does
@@ -132,13 +161,30 @@ class Bench:
         first: Sequence[int] = (65,),
         leg: RequestType | None = None,
         phase: ContextPhase | None = None,
+        salt: bytes = b"",
+        **sampling: Any,
     ) -> RequestKey:
         """A request of this instance's role, or what the arguments say."""
-        key, leg = key or new_key(), leg or LEGS[self.role]
-        if leg is RequestType.GENERATION_ONLY and phase is None:
-            phase = ContextPhase(key, tuple(first), len(prompt), HOLDER)
-        request = EngineRequest(key, leg, tuple(prompt), Sampling(max_tokens, tuple(stop)), phase)
-        self.scheduler.submit(request, self.now)
+        key = key or new_key()
+        if (leg or LEGS[self.role]) is RequestType.GENERATION_ONLY and phase is None:
+            chunks = [Tokens(tuple(first), sample) for sample in range(sampling.get("n", 1))]
+            phase = ContextPhase(key, tuple(chunks), len(prompt), HOLDER)
+        chosen = Sampling(max_tokens, tuple(stop), **sampling)
+        return self.submit_as(prompt, chosen, key=key, leg=leg, phase=phase, salt=salt)
+
+    def submit_as(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: RequestKey,
+        leg: RequestType | None = None,
+        phase: ContextPhase | None = None,
+        salt: bytes = b"",
+    ) -> RequestKey:
+        """As `submit`, with everything said."""
+        leg = leg or LEGS[self.role]
+        self.scheduler.submit(EngineRequest(key, leg, tuple(prompt), sampling, phase, cache_salt=salt), self.now)
         self.trails[key] = Trail()
         return key
 
@@ -152,14 +198,21 @@ class Bench:
         self.scheduler.poll()
         plan = self.scheduler.plan(self.now)
         failed: list[int] = []
+        if plan.copies:
+            self.runner.copy_blocks(*plan.copied_blocks())
+        for asked in self._asked:
+            # What was said during the planning is sent after the copies. From then on a writer may be anywhere in these
+            # blocks: whoever reads them before they are complete says nonsense.
+            self.memory[asked.destinations[0].blocks] = 0xAA
+        self._asked.clear()
         if plan.rows:
             try:
-                tokens = self._executor.execute(plan.rows)
+                drawn = self._executor.execute(plan.rows)
             except NonFiniteLogits as error:
-                tokens, failed = error.tokens, error.rows
+                drawn, failed = error.drawn, error.rows
             self.now += 1.0
             self.rows.append(len(plan.rows))
-            self.scheduler.apply(plan, tokens, frozenset(failed), self.now)
+            self.scheduler.apply(plan, drawn, frozenset(failed), self.now)
         self.check()
         return bool(plan.rows)
 
@@ -179,6 +232,7 @@ class Bench:
             self.exposed[message.key] = message.sources[0].blocks.copy()
         elif isinstance(message, ReceiveRequest):
             self.exposed[message.key] = message.destinations[0].blocks.copy()
+            self._asked.append(message)
 
     def deliver_send(self, key: RequestKey, failure: TransferFailure = TransferFailure.NONE) -> None:
         """The offer is over."""
@@ -186,12 +240,17 @@ class Bench:
         self.transceiver.deliver(SendOutcome(key, failure))
 
     def deliver_receive(
-        self, key: RequestKey, failure: TransferFailure = TransferFailure.NONE, *, settled: bool = True
+        self,
+        key: RequestKey,
+        failure: TransferFailure = TransferFailure.NONE,
+        *,
+        settled: bool = True,
+        may_retry: bool = False,
     ) -> None:
         """The cache is here, or will not come."""
         if settled:
             del self.exposed[key]
-        self.transceiver.deliver(ReceiveOutcome(key, settled, failure, "as told by the test"))
+        self.transceiver.deliver(ReceiveOutcome(key, settled, failure, "as told by the test", may_retry=may_retry))
 
     def messages(self, kind: type[SchedulerToHub]) -> list[SchedulerToHub]:
         """Messages of one kind, in order."""
@@ -205,6 +264,10 @@ class Bench:
 
     def _event(self, event: SchedulerEvent) -> None:
         self.log.append(event)
+        if isinstance(event, KvEvent):
+            assert self.reusable.issuperset(event.removed), "a name is removed that nobody was told"
+            self.reusable = (self.reusable - set(event.removed)) | set(event.stored)
+            return
         trail = self.trails[event.key]
         assert not trail.released, f"{event} after the release"
         if isinstance(event, RequestReleased):
@@ -214,42 +277,53 @@ class Bench:
         else:
             assert trail.end is None, f"{event} after the end"
             if isinstance(event, RequestTokens):
-                trail.tokens += event.ids
-            else:
-                trail.end = event
+                trail.add(event.chunk)
+                return
+            if isinstance(event, ContextDone):
+                for chunk in event.first_tokens:
+                    trail.add(chunk)
+            trail.end = event
 
     def check(self) -> None:
         """Raises AssertionError when something that must always hold does not."""
         self.blocks.check_integrity()
-        free = self._free_blocks()
+        held = self.held_blocks()
+        assert len(held) == self.blocks.used
         for key, blocks in self.exposed.items():
-            assert not free.intersection(blocks.tolist()), f"blocks of {key} are free while a peer may touch them"
-            assert self.blocks.table(key)[: len(blocks)].tolist() == blocks.tolist()
+            assert held.issuperset(blocks.tolist()), f"blocks of {key} are free while a peer may touch them"
+            assert any(
+                self.blocks.table(holder)[: len(blocks)].tolist() == blocks.tolist() for holder in self.holders(key)
+            )
         live = {key for key, trail in self.trails.items() if not trail.released}
         assert self.scheduler.live == len(live)
 
-    def _free_blocks(self) -> set[int]:
-        held: set[int] = set()
-        for key in self.trails:
-            if self.blocks.held(key):
-                table = set(self.blocks.table(key).tolist())
-                assert not held & table, "a block has two owners"
-                held |= table
-        assert len(held) == self.blocks.used
-        return set(range(self.blocks.num_blocks)) - held
+    def holders(self, key: RequestKey) -> list[tuple[RequestKey, int | str]]:
+        """Answers of a request that hold blocks."""
+        return [(key, sample) for sample in (*range(16), "set aside") if self.blocks.held((key, sample))]
+
+    def held(self, key: RequestKey) -> int:
+        """Blocks of a request's answers, counted once for each answer."""
+        return sum(self.blocks.held(holder) for holder in self.holders(key))
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that any answer holds."""
+        holders = [holder for key in self.trails for holder in self.holders(key)]
+        return {block for holder in holders for block in self.blocks.table(holder).tolist()}
 
     def check_idle(self) -> None:
-        """Nothing is left of anything."""
+        """Nothing is left of anything, and readers know what is kept for reuse."""
         self.scheduler.check_idle()
+        assert not self.step()
         assert self.blocks.used == 0
         assert all(trail.released and trail.end for trail in self.trails.values())
         assert not self.exposed
+        assert len(self.reusable) == self.blocks.cached, "readers do not know"
 
 
 def copy_cache(source: Bench, destination: Bench, key: RequestKey) -> None:
     """What the ranks do: the bytes of an offered prompt into the blocks that wait for it."""
     (offer,) = (one for one in source.messages(SendOffer) if one.key == key)
-    (wanted,) = (one for one in destination.messages(ReceiveRequest) if one.key == key)
+    *_, wanted = (one for one in destination.messages(ReceiveRequest) if one.key == key)
     assert isinstance(offer, SendOffer)
     assert isinstance(wanted, ReceiveRequest)
     assert offer.tokens == wanted.tokens

@@ -134,4 +134,4 @@ def leg(
 
 def tokens(answers: Sequence[worker_service_pb2.WorkerServiceGenerateResponse]) -> list[int]:
     """All tokens of a leg's answers."""
-    return [token for answer in answers for token in array("I", answer.tokens.le_uint32)]
+    return [token for answer in answers for token in array("I", answer.tokens.tokens.le_uint32)]

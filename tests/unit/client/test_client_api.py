@@ -11,8 +11,8 @@ import pytest
 from isthmus.v1 import generation_pb2, inference_service_pb2, inference_service_pb2_grpc
 from rich.console import Console
 
-from isthmus_client import Client, Message, SyncClient
-from isthmus_client.client import build_request
+from isthmus_client import Client, Message, SyncClient, Tool
+from isthmus_client.generation import build_request
 from isthmus_client.timeline import render_timeline, timeline_from_report
 from isthmus_core.errors import IsthmusError, UnknownModel
 from isthmus_core.rpc import RpcServer, abort_with
@@ -43,9 +43,11 @@ class _Router(inference_service_pb2_grpc.InferenceServiceServicer):
             yield inference_service_pb2.InferenceServiceGenerateResponse(text="Hel", token_ids=[1], request_id=1 << 41)
             if request.prompt == "hang":
                 await asyncio.sleep(60)
-            yield inference_service_pb2.InferenceServiceGenerateResponse(text="lo", token_ids=[2, 3])
+            yield inference_service_pb2.InferenceServiceGenerateResponse(
+                text="lo", token_ids=[2, 3], finish_reason=generation_pb2.FINISH_REASON_STOP, stop="!"
+            )
             finished = inference_service_pb2.GenerateFinished(
-                reason=generation_pb2.FINISH_REASON_STOP, prompt_tokens=4, completion_tokens=3, report=_report()
+                prompt_tokens=4, completion_tokens=3, report=_report(), cached_tokens=2
             )
             yield inference_service_pb2.InferenceServiceGenerateResponse(finished=finished)
         finally:
@@ -73,7 +75,8 @@ async def test_an_answer_streams_and_ends_with_its_timeline(router):
         models = await client.list_models()
     assert [part.text for part in parts] == ["Hel", "lo", ""]
     assert {part.request_id for part in parts} == {1 << 41}
-    assert (answer.text, answer.token_ids, answer.end.reason) == ("Hello", (1, 2, 3), "stop")
+    assert (answer.text, answer.token_ids) == ("Hello", (1, 2, 3))
+    assert (answer.reason, answer.stopped_by, answer.end.reason, answer.end.cached_tokens) == ("stop", "!", "stop", 2)
     assert answer.end.timeline.decode_tokens_per_s == pytest.approx(20)
     assert answer.end.timeline.handoff is not None
     assert answer.end.timeline.handoff.gigabytes_per_s == pytest.approx(1.0)
@@ -118,6 +121,35 @@ def test_the_kind_of_prompt_decides_the_field():
     assert not build_request("x").HasField("max_tokens")
     with pytest.raises(ValueError, match="mixes"):
         build_request([Message("user", "hi"), 3])  # type: ignore[list-item]
+
+
+def test_options_are_set_only_when_given():
+    assert not build_request("x").sampling.ListFields()
+    request = build_request("x", temperature=0, seed=0, top_k=3, stop="a", logit_bias={5: -1.5}, n=2, cache_salt=b"s")
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert not request.sampling.HasField("top_p")
+    assert (request.sampling.top_k, request.sampling.n, request.cache_salt) == (3, 2, b"s")
+    assert [(entry.token_id, entry.bias) for entry in request.sampling.logit_bias] == [(5, -1.5)]
+    assert list(request.stop) == ["a"]
+    assert list(build_request("x", stop=["a", "bc"]).stop) == ["a", "bc"]
+    assert not build_request("x", temperature=None).sampling.HasField("temperature")
+
+
+def test_options_that_do_not_fit_are_refused():
+    with pytest.raises(TypeError, match="tempreature"):
+        build_request("x", tempreature=1)  # type: ignore[call-arg]
+    for name, value in (("tools", [Tool("f")]), ("template_arguments", {"a": 1}), ("continue_final_message", True)):
+        with pytest.raises(ValueError, match=name):
+            build_request("x", **{name: value})  # type: ignore[arg-type]
+
+
+async def test_several_answers_are_asked_for_by_name(router):
+    _, endpoint = router
+    async with Client(endpoint) as client:
+        with pytest.raises(ValueError, match="answers"):
+            await client.answer("x", n=2)
+        assert [answer.text for answer in await client.answers("x", n=1)] == ["Hello"]
 
 
 def test_a_timeline_shows_only_what_happened():

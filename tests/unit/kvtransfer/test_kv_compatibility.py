@@ -37,45 +37,51 @@ def test_equal_shapes_in_different_layouts_are_compatible():
 
 def test_every_reason_is_listed_with_both_values():
     other = ModelFingerprint(b"x" * 16, b"y" * 16, "BF16")
-    peer = instance(rank_info(plain(Shape(tokens_per_block=8)), backend="nixl"), model=other, role=InstanceRole.CONTEXT)
+    storage = plain(Shape(layers=(0, 1, 2, 3), unit=6))
+    peer = instance(rank_info(storage, backend="nixl"), model=other, role=InstanceRole.CONTEXT)
     reasons = {one.field: one for one in check_compatible(context(plain()), peer)}
     assert set(reasons) == {
         "role",
         "model.weights_digest",
         "model.attention_digest",
         "model.kv_dtype",
-        "ranks[0].page_table.groups[0].tokens_per_block",
-        "ranks[0].page_table.groups[0].views[0].entries.size of layer 0",
-        "ranks[0].page_table.groups[0].views[1].entries.size of layer 0",
+        "ranks[0].page_table.groups[0].views[0].entries.size of layers 0, 1, 2",
+        "ranks[0].page_table.groups[0].views[1].entries.size of layers 0, 1, 2",
+        "page_table.layers",
         "ranks[0].agent.backend",
     }
     assert (reasons["model.kv_dtype"].mine, reasons["model.kv_dtype"].yours) == ("F32", "BF16")
-    block = reasons["ranks[0].page_table.groups[0].tokens_per_block"]
-    assert (block.mine, block.yours) == ("4", "8")
+    assert (reasons["page_table.layers"].mine, reasons["page_table.layers"].yours) == ("0-2", "0-3")
     assert all(one.remedy for one in reasons.values())
 
 
-def test_topologies_are_named_axis_by_axis():
+def test_block_sizes_layouts_and_topologies_need_not_be_equal():
     table = plain()
-    peer = instance(rank_info(table, 0, 2), rank_info(table, 1, 2))
-    (reason,) = check_compatible(context(table), peer)
-    assert (reason.field, reason.mine, reason.yours) == ("topology.tp_size", "1", "2")
+    for peer in (
+        instance(rank_info(plain(Shape(tokens_per_block=8)))),
+        instance(rank_info(table, 0, 2), rank_info(table, 1, 2)),
+        instance(rank_info(with_view(table, 0, mapper_kind=MapperKind.HND))),
+    ):
+        assert check_compatible(context(table), peer) == []
 
 
 @pytest.mark.parametrize(
     ("peer", "field", "mine", "yours"),
     [
         (plain(Shape(layers=(0, 1, 2, 3, 7))), "layers", "0-2", "0-3,7"),
-        (with_view(plain(), 0, mapper_kind=MapperKind.HND), "mapper_kind", "NHD", "HND"),
-        (with_view(plain(), 1, kv_heads=HeadInterval(2, 4)), "kv_heads", "[0, 2)", "[2, 4)"),
-        (with_view(plain(), 1, roles=frozenset({"index"})), "roles", "{v} of layers 0-2", "no view"),
-        (plain(layout="one_view"), "roles", "{k} of layers 0-2", "no view"),
-        (with_view(plain(), 1, entries=entries([0, 1], [32, 96], 32)), "entries.layer", "0-2", "0-1"),
+        (with_view(plain(), 0, mapper_kind=MapperKind.REPLICATED), "mapper_kind", "NHD", "REPLICATED"),
+        (with_view(plain(), 1, kv_heads=HeadInterval(2, 4)), "kv_heads {v} of layers 0-2", "[0, 2)", "[2, 4)"),
+        (with_view(plain(), 1, roles=frozenset({"index"})), "roles {v}", "layers 0-2", "layers none"),
+        (with_view(plain(), 1, roles=frozenset({"index"})), "roles {index}", "layers none", "layers 0-2"),
+        (plain(layout="one_view"), "roles {k}", "layers 0-2", "layers none"),
+        (with_view(plain(), 1, entries=entries([0, 1], [32, 96], 32)), "roles {v}", "layers 0-2", "layers 0-1"),
     ],
 )
 def test_storage_differences_name_field_and_values(peer, field, mine, yours):
     reasons = check_compatible(context(plain()), instance(rank_info(peer)))
     assert any(one.field.endswith(field) and one.mine == mine and one.yours == yours for one in reasons), reasons
+    turned = check_compatible(instance(rank_info(peer)), context(plain()))
+    assert any(one.field.endswith(field) and one.mine == yours and one.yours == mine for one in turned), turned
 
 
 def test_sliding_windows_must_agree():
@@ -124,7 +130,7 @@ def test_views_of_equal_roles_meet_by_layers():
 
 
 def test_planning_an_incompatible_pair_raises_with_the_list():
-    a, b = rank_info(plain()), rank_info(plain(Shape(heads=3)))
+    a, b = rank_info(plain()), rank_info(plain(Shape(unit=6)))
     with pytest.raises(PeerIncompatible) as caught:
         build_plan(a, b)
     assert len(caught.value.incompatibilities) >= 2

@@ -59,9 +59,9 @@ def test_smallest_valid_table():
         (table(entries([0, 1], [0, 36], 32)), "leaves the slot"),
         (table(entries([0, 1], [0, 16], 32)), "share bytes"),
         (table(entries([0], [0], 32), entries([0], [28], 32)), "share bytes"),
-        (table(entries([0, 1], [0, 32], 30)), "not a multiple of 4"),
-        (table(entries([0, 1], [0, 32], 32), kind=MapperKind.NHD), "not a multiple of 12"),
-        (table(entries([0, 1], [0, 32], 32), kind=MapperKind.HND), "not a multiple of 12"),
+        (table(entries([0, 1], [0, 32], 32), tokens_per_block=3), "do not divide evenly among 3"),
+        (table(entries([0, 1], [0, 32], 32), kind=MapperKind.NHD), "do not divide evenly among 12"),
+        (table(entries([0, 1], [0, 32], 32), kind=MapperKind.HND), "do not divide evenly among 12"),
         (table(entries([0], [0], 32), regions=(RegisteredRegion(BASE, 600, MemoryKind.DRAM),)), "slot 9"),
         (table(entries([0], [0], 32), regions=(RegisteredRegion(BASE + 1, 640, MemoryKind.DRAM),)), "slot 0"),
         (

@@ -128,7 +128,7 @@ def test_loading_twice_answers_the_same(world: World):
 
 
 def test_an_incompatible_peer_gets_every_reason(world: World):
-    table = Storage(Shape(heads=3, tokens_per_block=8), "slot_major", 4).page_table()
+    table = Storage(Shape(heads=3, unit=8, tokens_per_block=8), "slot_major", 4).page_table()
     rank = dataclasses.replace(world.peer.ranks[0], page_table=table)
     loaded = world.load(dataclasses.replace(world.peer, ranks=(rank,)))
     assert len(loaded.incompatibilities) >= 3

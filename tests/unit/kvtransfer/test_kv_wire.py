@@ -6,19 +6,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isthmus.v1 import kv_pb2, kv_transfer_service_pb2, transfer_ipc_pb2, transfer_pb2
+from isthmus.v1 import kv_pb2, kv_transfer_service_pb2, transfer_ipc_pb2, transfer_pb2, transfer_terms_pb2
 
 from kv_storage import LAYOUTS, Shape, Storage, instance, rank_info
 from kvtransfer import wire
 from kvtransfer.errors import WireError
 from kvtransfer.messages import (
+    Bind,
     Cancel,
     Capability,
     Envelope,
+    ExitReport,
+    FenceAnswer,
+    FenceWriter,
+    FirstTokens,
+    Goodbye,
     Hello,
+    KvIntent,
     KvRequest,
+    NotBound,
     Ping,
     Pong,
+    ReceiveKey,
     Reconcile,
     ReconcileReply,
     Reject,
@@ -27,9 +36,13 @@ from kvtransfer.messages import (
     Welcome,
 )
 from kvtransfer.ports import (
+    BindContext,
+    BindFailed,
+    Bound,
     CancelTransfer,
     CancelWrite,
     Extent,
+    FirstTokensArrived,
     ForgetPeer,
     HandoffStats,
     Holder,
@@ -38,9 +51,11 @@ from kvtransfer.ports import (
     PeerLoaded,
     RankBlocks,
     RankReady,
+    ReceiveIntent,
     ReceiveOutcome,
     ReceiveRequest,
     RequestKey,
+    SendFirstTokens,
     SendOffer,
     SendOutcome,
     TokenRange,
@@ -67,11 +82,12 @@ NOTICE = TransferNotice(
     (Extent(0, 1, TokenRange(0, 70), 3, 9),),
     "because",
     TransferStats(123, 4, "nixl/ucx cma", 0.5, 1e-6, 0.25, 2.125),
+    receive=1 << 50,
 )
 REASON = Incompatibility("field", "a", "b", "make them equal")
 LIMITS = TransferLimits(10, 1000)
 BLOCKS = (
-    RankBlocks(0, 0, np.array([5, -1, 2**31 - 1], np.int32)),
+    RankBlocks(0, 0, np.array([5, -1, 2**31 - 1], np.int32), begin=7),
     RankBlocks(1, 0, np.array([], np.int32)),
 )
 BODIES = [
@@ -79,9 +95,17 @@ BODIES = [
     Welcome(1, frozenset(), LIMITS, INSTANCE, b"d" * 16, 7),
     Reject((REASON, REASON)),
     NOTICE,
-    Cancel(KEY),
-    Reconcile((KEY, RequestKey((1 << 63) - 1))),
-    ReconcileReply((KEY,), (NOTICE,)),
+    Cancel(KEY, 7),
+    Reconcile((ReceiveKey(KEY, 1), ReceiveKey(RequestKey((1 << 63) - 1), 1 << 40))),
+    ReconcileReply((ReceiveKey(KEY, 3),), (NOTICE,)),
+    FenceWriter((ReceiveKey(KEY, 1),), "silent"),
+    ExitReport((0, 3), "signal 9"),
+    Goodbye("asked to stop"),
+    KvIntent(KEY, TRACE),
+    KvIntent(KEY),
+    Bind(KEY, 2),
+    NotBound(KEY, "aborted"),
+    FirstTokens(KEY, b"opaque"),
     Ping(2**64 - 1),
     Pong(0),
 ]
@@ -89,7 +113,7 @@ BODIES = [
 
 def same_blocks(left: tuple[RankBlocks, ...], right: tuple[RankBlocks, ...]) -> bool:
     def plain(lists: tuple[RankBlocks, ...]):
-        return [(one.rank, one.layer_group, one.blocks.tolist(), one.blocks.dtype) for one in lists]
+        return [(one.rank, one.layer_group, one.begin, one.blocks.tolist(), one.blocks.dtype) for one in lists]
 
     return plain(left) == plain(right)
 
@@ -107,17 +131,17 @@ def test_peer_messages_survive(body):
 
 @pytest.mark.parametrize("trace", [None, TRACE])
 def test_kv_requests_survive(trace):
-    request = KvRequest(KEY, TokenRange(16, 99), BLOCKS, trace)
+    request = KvRequest(KEY, TokenRange(16, 99), BLOCKS, trace, 5, may_retry=True)
     data = wire.peer_message_to_pb(request).SerializeToString()
     back = wire.peer_message_from_pb(transfer_pb2.PeerMessage.FromString(data))
     assert isinstance(back, KvRequest)
-    assert (back.key, back.tokens, back.trace) == (request.key, request.tokens, request.trace)
+    assert (back.key, back.tokens, back.trace, back.receive, back.may_retry) == (KEY, request.tokens, trace, 5, True)
     assert same_blocks(back.destinations, BLOCKS)
 
 
 def test_scheduler_messages_survive():
-    offer = wire.send_offer_from_pb(wire.send_offer_to_pb(SendOffer(KEY, TokenRange(0, 9), BLOCKS)))
-    assert (offer.key, offer.tokens) == (KEY, TokenRange(0, 9))
+    offer = wire.send_offer_from_pb(wire.send_offer_to_pb(SendOffer(KEY, TokenRange(0, 9), BLOCKS, 2, more=True)))
+    assert (offer.key, offer.tokens, offer.chunk, offer.more) == (KEY, TokenRange(0, 9), 2, True)
     assert same_blocks(offer.sources, BLOCKS)
     request = ReceiveRequest(KEY, TokenRange(0, 9), BLOCKS, Holder("h:1", "context-0", SOME_ID), TRACE)
     back = wire.receive_request_from_pb(wire.receive_request_to_pb(request))
@@ -130,13 +154,42 @@ def test_scheduler_messages_survive():
     for outcome in (
         ReceiveOutcome(KEY, True, stats=stats),
         ReceiveOutcome(KEY, False, TransferFailure.PEER_LOST, "gone"),
+        ReceiveOutcome(KEY, True, TransferFailure.WRITE_FAILED, "link", may_retry=True),
     ):
         assert wire.receive_outcome_from_pb(wire.receive_outcome_to_pb(outcome)) == outcome
 
 
+def test_bindings_of_the_scheduler_survive():
+    intent = ReceiveIntent(KEY, Holder("h:1", "context-0", SOME_ID), TRACE)
+    assert wire.receive_intent_from_pb(wire.receive_intent_to_pb(intent)) == intent
+    assert wire.bind_context_from_pb(wire.bind_context_to_pb(BindContext(KEY, 3))) == BindContext(KEY, 3)
+    first = SendFirstTokens(KEY, b"opaque")
+    assert wire.send_first_tokens_from_pb(wire.send_first_tokens_to_pb(first)) == first
+    for news in (Bound(KEY, 0), FirstTokensArrived(KEY, b""), BindFailed(KEY, TransferFailure.TIMED_OUT, "late")):
+        assert wire.bind_news_from_pb(wire.bind_news_to_pb(news)) == news
+    with pytest.raises(WireError, match="news"):
+        wire.bind_news_from_pb(transfer_ipc_pb2.BindNews(key=wire.key_to_pb(KEY)))
+
+
+def test_fence_calls_survive():
+    fence = FenceWriter((ReceiveKey(KEY, 1),), "silent")
+    assert wire.fence_request_from_pb(wire.fence_request_to_pb(SOME_ID, ("g", OTHER_ID), fence)) == (
+        SOME_ID,
+        ("g", OTHER_ID),
+        fence,
+    )
+    answer = FenceAnswer(SOME_ID, (OTHER_ID,), (1,), (NOTICE,))
+    assert wire.fence_answer_from_pb(wire.fence_answer_to_pb(answer)) == answer
+
+
 def test_rank_frames_survive():
-    order = WriteOrder(KEY, "generation-0", SOME_ID, TokenRange(0, 9), BLOCKS, BLOCKS)
-    commands = (LoadPeer(INSTANCE), ForgetPeer("generation-0", SOME_ID), CancelWrite(KEY))
+    order = WriteOrder(KEY, "generation-0", SOME_ID, TokenRange(0, 9), BLOCKS, BLOCKS, 4, TokenRange(3, 5))
+    commands = (
+        LoadPeer(INSTANCE),
+        LoadPeer(INSTANCE, INSTANCE.ranks),
+        ForgetPeer("generation-0", SOME_ID),
+        CancelWrite(KEY, 9),
+    )
     assert wire.rank_input_from_bytes(wire.rank_input_to_bytes(commands)) == commands
     (back,) = wire.rank_input_from_bytes(wire.rank_input_to_bytes([order]))
     assert isinstance(back, WriteOrder)
@@ -158,7 +211,7 @@ def test_sessions_survive():
 
 
 def test_block_lists_are_views_not_copies():
-    pb = wire.peer_message_to_pb(KvRequest(KEY, TokenRange(0, 4), BLOCKS)).kv_request
+    pb = wire.peer_message_to_pb(KvRequest(KEY, TokenRange(0, 4), BLOCKS, receive=1)).kv_request
     request = wire.peer_message_from_pb(transfer_pb2.PeerMessage(kv_request=pb))
     assert isinstance(request, KvRequest)
     assert not request.destinations[0].blocks.flags.writeable
@@ -192,7 +245,7 @@ def _change(change):
         (lambda h: _view(h).roles.append("k"), "views[0].roles"),
         (lambda h: setattr(_view(h).entries, "size_le_u32", b"\0\0\0"), "entries.size_le_u32"),
         (lambda h: setattr(_view(h).entries, "size_le_u32", b"\0\0\0\1"), "entries.size"),
-        (lambda h: setattr(h.instance.ranks[0].page_table.regions[0], "memory_kind", 5), "regions[0].memory_kind"),
+        (lambda h: setattr(h.instance.ranks[0].page_table.regions[0], "memory_kind", 99), "regions[0].memory_kind"),
         (lambda h: setattr(h.instance.ranks[0].page_table.regions[0], "size_bytes", 9), "entries"),
         (lambda h: h.instance.ranks[0].page_table.regions.extend([kv_pb2.RegisteredRegion()] * 70_000), "regions"),
     ],
@@ -203,7 +256,7 @@ def test_malformed_hello_names_the_field(change, field):
     assert field in str(caught.value)
 
 
-def _view(hello: transfer_pb2.Hello) -> kv_pb2.PoolView:
+def _view(hello: transfer_terms_pb2.Hello) -> kv_pb2.PoolView:
     return hello.instance.ranks[0].page_table.groups[0].attention.views[0]
 
 
@@ -213,7 +266,7 @@ def test_capabilities_of_a_newer_peer_are_dropped():
     assert hello.capabilities == frozenset({Capability.RECONCILE})
 
 
-@pytest.mark.parametrize("data", [b"", b"\xfa\x01\x00", b"\x5a\x00"])
+@pytest.mark.parametrize("data", [b"", b"\xfa\x01\x00", b"\xa2\x06\x00"])
 def test_unknown_bodies_are_refused(data):
     with pytest.raises(WireError, match=r"peer_message\.body"):
         wire.peer_message_from_pb(transfer_pb2.PeerMessage.FromString(data))
@@ -234,7 +287,7 @@ def test_ids_outside_the_global_range_neither_leave_nor_enter(request_id):
 
 
 def _kv_request(**changes):
-    pb = wire.peer_message_to_pb(KvRequest(KEY, TokenRange(0, 4), BLOCKS, TRACE))
+    pb = wire.peer_message_to_pb(KvRequest(KEY, TokenRange(0, 4), BLOCKS, TRACE, 1))
     for name, value in changes.items():
         target, _, attribute = name.rpartition("__")
         owner = pb.kv_request
@@ -279,7 +332,7 @@ CORPUS = [
         wire.envelope_to_request(Envelope(SOME_ID, OTHER_ID, (body,))).SerializeToString(),
         wire.envelope_from_request_bytes,
     )
-    for body in [*BODIES, KvRequest(KEY, TokenRange(0, 4), BLOCKS, TRACE)]
+    for body in [*BODIES, KvRequest(KEY, TokenRange(0, 4), BLOCKS, TRACE, 1)]
 ] + [
     (
         wire.rank_input_to_bytes(

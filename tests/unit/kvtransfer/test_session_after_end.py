@@ -8,7 +8,7 @@ import pytest
 from isthmus_core.config import TelemetryConfig
 from isthmus_core.tracing import Tracing
 from kvtransfer.config import TransferConfig
-from kvtransfer.messages import KvRequest, ReconcileReply, TransferLimits
+from kvtransfer.messages import KvRequest, ReceiveKey, ReconcileReply, TransferLimits
 from kvtransfer.ports import RankBlocks, RequestKey, SendOffer, TokenRange, TransferNotice, WriteOrder, WriterOutcome
 from kvtransfer.session.actions import Action, ToPeer, ToRank
 from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
@@ -23,6 +23,7 @@ class World:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
+        self.receive = 0
         tracing = Tracing.from_config(TelemetryConfig(), "test")
         self.sessions = TransmitSessions(TransferConfig("nixl", drain_s=0.0), self.actions.append, tracing)
         self.sessions.meet(PEER, TransmitPeer(((0, 0),), TransferLimits(8, 64)))
@@ -31,11 +32,12 @@ class World:
         self.sessions.offer(SendOffer(KEY, TOKENS, (RankBlocks(0, 0, np.arange(2, dtype=np.int32)),)), 0.0)
 
     def request(self, first: int = 0) -> None:
+        self.receive += 1
         blocks = RankBlocks(0, 0, np.arange(first, first + 2, dtype=np.int32))
-        self.sessions.request(PEER, KvRequest(KEY, TOKENS, (blocks,)), 1.0)
+        self.sessions.request(PEER, KvRequest(KEY, TOKENS, (blocks,), receive=self.receive), 1.0)
 
     def deliver(self) -> None:
-        self.sessions.notice(0, TransferNotice(KEY, 0, 0, WriterOutcome.DELIVERED), 2.0)
+        self.sessions.notice(0, TransferNotice(KEY, 0, 0, WriterOutcome.DELIVERED, receive=self.receive), 2.0)
 
     @property
     def orders(self) -> int:
@@ -65,7 +67,7 @@ def test_an_old_delivery_is_no_answer_to_a_new_request(world: World):
     assert isinstance(notice, TransferNotice)
     assert notice.outcome is WriterOutcome.NEVER_STARTED
     assert notice.not_held
-    world.sessions.reconcile(PEER, [KEY], 3.0)
+    world.sessions.reconcile(PEER, [ReceiveKey(KEY, world.receive)], 3.0)
     assert world.said == ReconcileReply((), (notice,))
     assert world.orders == 1
 
@@ -85,7 +87,7 @@ def test_reconcile_still_gets_the_recorded_delivery(world: World):
     world.request()
     world.deliver()
     delivered = world.said
-    world.sessions.reconcile(PEER, [KEY], 3.0)
+    world.sessions.reconcile(PEER, [ReceiveKey(KEY, world.receive)], 3.0)
     assert world.said == ReconcileReply((), (delivered,))
 
 

@@ -5,71 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hub_world import NO_TRACING, blocks, key
-from kv_storage import Shape, Storage, instance, rank_info
-from kvtransfer.config import TransferConfig
+from hub_world import key
 from kvtransfer.errors import ProtocolError, TransferStateError
-from kvtransfer.ledger import Ledger, PageState
-from kvtransfer.messages import Cancel, KvRequest, Reconcile, ReconcileReply, TransferLimits
-from kvtransfer.peer_plan import build_instance_plans
+from kvtransfer.ledger import PageState
+from kvtransfer.messages import Cancel, KvRequest, ReceiveKey, Reconcile, ReconcileReply, TransferLimits
 from kvtransfer.ports import (
     Extent,
-    Holder,
     ReceiveOutcome,
-    ReceiveRequest,
     RequestKey,
     TokenRange,
     TransferFailure,
     TransferNotice,
     TransferStats,
-    WriterOutcome,
 )
-from kvtransfer.rank_info import InstanceRole
 from kvtransfer.session.actions import Action, ToPeer, ToScheduler
-from kvtransfer.session.receive import ReceivePeer, ReceiveSessions
-
-K = key(1)
-HOLDER = Holder("h:1", "c", b"c" * 16)
-PEER = (HOLDER.instance_id, HOLDER.incarnation)
-CONFIG = TransferConfig("loopback", timeout_s=10, drain_s=1)
-DONE, NEVER, QUIESCED = WriterOutcome.DELIVERED, WriterOutcome.NEVER_STARTED, WriterOutcome.QUIESCED
-TABLES = [Storage(Shape(), "slot_major", 8).page_table() for _ in range(4)]
-CONTEXT = instance(
-    *(rank_info(table, rank, tp=2) for rank, table in enumerate(TABLES[:2])), role=InstanceRole.CONTEXT, name="c"
-)
-GENERATION = instance(*(rank_info(table, rank, tp=2) for rank, table in enumerate(TABLES[2:])))
-PLANS = build_instance_plans(CONTEXT, GENERATION)
-
-
-class Generation:
-    """Two ranks; the peer is known and its stream ready unless said otherwise."""
-
-    def __init__(self, ready: bool = True, limits: TransferLimits | None = None) -> None:
-        self.out: list[Action] = []
-        self.ledger = Ledger.of(GENERATION.ranks)
-        self.sessions = ReceiveSessions(CONFIG, self.ledger, self.out.append, NO_TRACING)
-        self.terms = ReceivePeer(PLANS, limits or TransferLimits(8, 100), reconciles=True)
-        self.sessions.peer_known(PEER)
-        if ready:
-            self.sessions.stream_ready(PEER, self.terms, 0.0)
-
-    def take(self) -> list[Action]:
-        out, self.out[:] = list(self.out), []
-        self.ledger.check_integrity()
-        return out
-
-    def ask(self, k: RequestKey = K, ids=(1, 2), now: float = 0.0, tokens: int = 8) -> list[Action]:
-        destinations = blocks(*ids) + blocks(*ids, rank=1)
-        self.sessions.receive(ReceiveRequest(k, TokenRange(0, tokens), destinations, HOLDER), now)
-        return self.take()
-
-    def notice(
-        self, rank: int, outcome=DONE, k: RequestKey = K, now: float = 1.0, peer=PEER, **changes
-    ) -> list[Action]:
-        extents = PLANS[rank].extents(TokenRange(0, 8)) if outcome is DONE else ()
-        notice = TransferNotice(k, rank, rank, outcome, **{"extents": extents, **changes})
-        self.sessions.notice(peer, notice, now)
-        return self.take()
+from session_sides import DONE, HOLDER_ID, NEVER, PLANS, QUIESCED, Generation, K, said
 
 
 @pytest.fixture
@@ -80,10 +30,6 @@ def generation() -> Generation:
 def outcomes(actions: list[Action]) -> list[tuple[bool, TransferFailure]]:
     messages = [one.message for one in actions if isinstance(one, ToScheduler)]
     return [(one.settled, one.failure) for one in messages if isinstance(one, ReceiveOutcome)]
-
-
-def said(actions: list[Action]) -> list[object]:
-    return [one.message for one in actions if isinstance(one, ToPeer)]
 
 
 SUCCESS = (True, TransferFailure.NONE)
@@ -109,7 +55,7 @@ def test_pages_are_in_the_ledger_before_the_request_escapes():
     seen: list[PageState | None] = []
     generation = Generation(ready=False)
     generation.sessions._emit = lambda action: seen.append(generation.ledger.state(K))
-    generation.sessions.stream_ready(PEER, generation.terms, 0.0)
+    generation.sessions.stream_ready(HOLDER_ID, generation.terms, 0.0)
     generation.ask()
     assert seen == [PageState.EXPOSED]
 
@@ -158,9 +104,9 @@ def test_limits_of_the_peer_hold():
 
 
 def test_unknown_peer(generation: Generation):
-    generation.sessions.peer_gone(PEER, "gone", 0.0)
+    generation.sessions.peer_gone(HOLDER_ID, "gone", 0.0)
     assert outcomes(generation.ask()) == [(True, TransferFailure.PEER_UNKNOWN)]
-    generation.sessions.peer_refused(PEER, "other weights", 0.0)
+    generation.sessions.peer_refused(HOLDER_ID, "other weights", 0.0)
     (action,) = generation.ask()
     assert action.message.reason == "other weights"
 
@@ -172,8 +118,9 @@ def test_requests_wait_for_the_stream_but_not_for_ever():
     generation.ask(key(2), (3, 4), now=3.0)
     generation.sessions.tick(5.0)
     assert outcomes(generation.take()) == [(True, TransferFailure.PEER_UNKNOWN)]
-    generation.sessions.stream_ready(PEER, generation.terms, 6.0)
-    (asked,) = said(generation.take())
+    generation.sessions.stream_ready(HOLDER_ID, generation.terms, 6.0)
+    given_up, asked = said(generation.take())
+    assert given_up == Cancel(K, 0)
     assert isinstance(asked, KvRequest)
     assert asked.key == key(2)
 
@@ -186,9 +133,9 @@ def test_waiting_for_the_stream_can_be_given_up(end: str):
         case "withdraw":
             generation.sessions.withdraw(K, 1.0)
         case "gone":
-            generation.sessions.peer_gone(PEER, "gone", 1.0)
+            generation.sessions.peer_gone(HOLDER_ID, "gone", 1.0)
         case _:
-            generation.sessions.peer_superseded(PEER, "restarted", 1.0)
+            generation.sessions.peer_superseded(HOLDER_ID, "restarted", 1.0)
     ((settled, failure),) = outcomes(generation.take())
     assert settled
     assert failure is not TransferFailure.NONE
@@ -202,9 +149,10 @@ def test_deadline_fails_but_frees_nothing(generation: Generation):
     generation.sessions.tick(10.0)
     actions = generation.take()
     assert outcomes(actions) == [(False, TransferFailure.TIMED_OUT)]
-    assert said(actions) == [Cancel(K)]
-    generation.sessions.tick(10_000.0)
-    assert generation.take() == []
+    assert said(actions) == [Cancel(K, 1)]
+    for later in (1e4, 1e5, 1e6):
+        generation.sessions.tick(later)
+        assert outcomes(generation.take()) == []
     assert generation.ledger.held()[PageState.EXPOSED] == 4
     generation.notice(0)
     # Everything arrived after all: too late, the client has been told.
@@ -216,7 +164,7 @@ def test_cancel_has_one_outcome(generation: Generation):
     generation.ask()
     generation.sessions.withdraw(K, 1.0)
     generation.sessions.withdraw(K, 1.0)
-    assert generation.take() == [ToPeer(PEER, Cancel(K))]
+    assert generation.take() == [ToPeer(HOLDER_ID, Cancel(K, 1))]
     generation.notice(0, NEVER)
     assert outcomes(generation.notice(1, NEVER)) == [(True, TransferFailure.CANCELLED)]
     generation.sessions.withdraw(K, 2.0)
@@ -227,7 +175,7 @@ def test_first_failed_writer_fails_and_the_last_one_settles(generation: Generati
     generation.ask()
     actions = generation.notice(0, QUIESCED, reason="link down")
     assert outcomes(actions) == [(False, TransferFailure.WRITE_FAILED)]
-    assert said(actions) == [Cancel(K)]
+    assert said(actions) == [Cancel(K, 1)]
     actions = generation.notice(1, NEVER)
     assert outcomes(actions) == [(True, TransferFailure.WRITE_FAILED)]
     assert actions[0].message.reason == "link down"
@@ -262,7 +210,9 @@ def test_notices_of_other_peers_attempts_and_ranks_change_nothing(generation: Ge
     before = generation.ledger.waiting_for(K)
     generation.notice(0, peer=("c", b"x" * 16))
     generation.notice(0, k=RequestKey(K.request_id, 1))
-    generation.sessions.notice(PEER, TransferNotice(K, 0, 1, DONE), 1.0)
+    generation.notice(0, receive=2)
+    generation.notice(0, receive=0)
+    generation.sessions.notice(HOLDER_ID, TransferNotice(K, 0, 1, DONE, receive=1), 1.0)
     assert generation.take() == []
     assert generation.ledger.waiting_for(K) == before
 
@@ -270,41 +220,41 @@ def test_notices_of_other_peers_attempts_and_ranks_change_nothing(generation: Ge
 def test_broken_stream_settles_and_fails_nothing(generation: Generation):
     generation.ask()
     generation.notice(0)
-    generation.sessions.stream_broke(PEER, 2.0)
+    generation.sessions.stream_broke(HOLDER_ID, 2.0)
     assert generation.take() == []
     assert generation.ledger.held()[PageState.IN_DOUBT] == 4
     assert [view.in_doubt for view in generation.sessions.views(3.0)] == [True]
-    generation.sessions.stream_ready(PEER, generation.terms, 3.0)
-    assert said(generation.take()) == [Reconcile((K,))]
-    last = TransferNotice(K, 1, 1, DONE, PLANS[1].extents(TokenRange(0, 8)))
-    generation.sessions.reconciled(PEER, ReconcileReply((), (last,)), 4.0)
+    generation.sessions.stream_ready(HOLDER_ID, generation.terms, 3.0)
+    assert said(generation.take()) == [Reconcile((ReceiveKey(K, 1),))]
+    last = TransferNotice(K, 1, 1, DONE, PLANS[1].extents(TokenRange(0, 8)), receive=1)
+    generation.sessions.reconciled(HOLDER_ID, ReconcileReply((), (last,)), 4.0)
     assert outcomes(generation.take()) == [SUCCESS]
 
 
 def test_cancel_is_said_again_after_a_reconnect(generation: Generation):
     generation.ask()
-    generation.sessions.stream_broke(PEER, 1.0)
+    generation.sessions.stream_broke(HOLDER_ID, 1.0)
     generation.sessions.withdraw(K, 2.0)
     assert generation.take() == []
-    generation.sessions.stream_ready(PEER, generation.terms, 3.0)
+    generation.sessions.stream_ready(HOLDER_ID, generation.terms, 3.0)
     generation.take()
-    generation.sessions.reconciled(PEER, ReconcileReply((K,), ()), 4.0)
-    assert said(generation.take()) == [Cancel(K)]
+    generation.sessions.reconciled(HOLDER_ID, ReconcileReply((ReceiveKey(K, 1),), ()), 4.0)
+    assert said(generation.take()) == [Cancel(K, 1)]
     assert generation.ledger.held()[PageState.EXPOSED] == 4
 
 
 def test_reply_that_leaves_an_attempt_out_is_refused(generation: Generation):
     generation.ask()
-    generation.sessions.stream_broke(PEER, 1.0)
-    generation.sessions.stream_ready(PEER, generation.terms, 3.0)
+    generation.sessions.stream_broke(HOLDER_ID, 1.0)
+    generation.sessions.stream_ready(HOLDER_ID, generation.terms, 3.0)
     with pytest.raises(ProtocolError, match=str(K)):
-        generation.sessions.reconciled(PEER, ReconcileReply((), ()), 4.0)
+        generation.sessions.reconciled(HOLDER_ID, ReconcileReply((), ()), 4.0)
     assert generation.ledger.held()[PageState.IN_DOUBT] == 4
 
 
 def test_deadline_in_doubt_fails_without_freeing(generation: Generation):
     generation.ask()
-    generation.sessions.stream_broke(PEER, 1.0)
+    generation.sessions.stream_broke(HOLDER_ID, 1.0)
     generation.sessions.tick(10.0)
     assert outcomes(generation.take()) == [(False, TransferFailure.TIMED_OUT)]
     assert generation.ledger.held()[PageState.IN_DOUBT] == 4
@@ -314,13 +264,13 @@ def test_deadline_in_doubt_fails_without_freeing(generation: Generation):
 def test_proof_of_exit_settles_after_the_fabric_has_drained(generation: Generation, broken: bool):
     generation.ask()
     if broken:
-        generation.sessions.stream_broke(PEER, 1.0)
-    generation.sessions.peer_exited("somebody else", [PEER[1]], 2.0)
-    generation.sessions.peer_exited(PEER[0], [b"x" * 16], 2.0)
+        generation.sessions.stream_broke(HOLDER_ID, 1.0)
+    generation.sessions.peer_exited("somebody else", [HOLDER_ID[1]], 2.0)
+    generation.sessions.peer_exited(HOLDER_ID[0], [b"x" * 16], 2.0)
     assert generation.take() == []
-    generation.sessions.peer_exited(PEER[0], [PEER[1]], 2.0)
+    generation.sessions.peer_exited(HOLDER_ID[0], [HOLDER_ID[1]], 2.0)
     assert outcomes(generation.take()) == [(False, TransferFailure.PEER_LOST)]
-    generation.sessions.peer_exited(PEER[0], [PEER[1]], 2.9)
+    generation.sessions.peer_exited(HOLDER_ID[0], [HOLDER_ID[1]], 2.9)
     generation.sessions.tick(2.9)
     assert generation.take() == []
     generation.sessions.tick(3.0)
@@ -330,11 +280,12 @@ def test_proof_of_exit_settles_after_the_fabric_has_drained(generation: Generati
 
 def test_restarted_peer_fails_its_requests_but_is_no_proof(generation: Generation):
     generation.ask()
-    generation.sessions.stream_broke(PEER, 1.0)
-    generation.sessions.peer_superseded(PEER, "restarted", 2.0)
+    generation.sessions.stream_broke(HOLDER_ID, 1.0)
+    generation.sessions.peer_superseded(HOLDER_ID, "restarted", 2.0)
     assert outcomes(generation.take()) == [(False, TransferFailure.PEER_LOST)]
-    generation.sessions.tick(1e6)
-    assert generation.take() == []
+    for later in (1e4, 1e5, 1e6):
+        generation.sessions.tick(later)
+        assert outcomes(generation.take()) == []
     assert generation.ledger.held()[PageState.IN_DOUBT] == 4
 
 

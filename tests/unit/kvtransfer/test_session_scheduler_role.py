@@ -174,6 +174,6 @@ def test_shutdown_withdraws_everything_and_takes_nothing_new(role: SchedulerTran
 
 def test_the_role_says_what_kinds_of_hand_off_there_are(role: SchedulerTransceiver):
     params = role.get_disaggregated_params()
-    assert params.schedules == ("context_first",)
-    assert params.pipeline_transfer is role.pipeline_transfer_enabled is False
+    assert params.schedules == ("context_first", "generation_first")
+    assert params.pipeline_transfer is role.pipeline_transfer_enabled is True
     assert params.transfer_buffer is role.consumes_transfer_buffer() is False

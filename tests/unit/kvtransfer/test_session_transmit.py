@@ -4,57 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from hub_world import NO_TRACING, blocks, key
-from kvtransfer.config import TransferConfig
+from hub_world import key
 from kvtransfer.errors import ProtocolError, TransferStateError
-from kvtransfer.messages import KvRequest, ReconcileReply, TransferLimits
+from kvtransfer.messages import ReceiveKey, ReconcileReply, TransferLimits
 from kvtransfer.ports import (
     CancelWrite,
-    SendOffer,
     SendOutcome,
-    TokenRange,
     TransferFailure,
     TransferNotice,
     WriteOrder,
     WriterOutcome,
 )
-from kvtransfer.session.actions import Action, ToPeer, ToRank, ToScheduler
-from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
-
-K, TOKENS = key(1), TokenRange(0, 8)
-PEER, OTHER = ("g", b"g" * 16), ("h", b"h" * 16)
-CONFIG = TransferConfig("loopback", handoff_hold_s=10, drain_s=1, max_finished=4)
-DONE, NEVER, QUIESCED = WriterOutcome.DELIVERED, WriterOutcome.NEVER_STARTED, WriterOutcome.QUIESCED
-
-
-class Context:
-    """Two ranks, rank r writes to rank r."""
-
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self.out: list[Action] = []
-        self.sessions = TransmitSessions(CONFIG, self.out.append, NO_TRACING)
-        for peer in (PEER, OTHER):
-            self.sessions.meet(peer, TransmitPeer(((0, 0), (1, 1)), limits or TransferLimits(8, 100)))
-
-    def take(self) -> list[Action]:
-        out, self.out[:] = list(self.out), []
-        return out
-
-    def offer(self, k=K, now: float = 0.0) -> None:
-        self.sessions.offer(SendOffer(k, TOKENS, blocks(1, 2) + blocks(3, 4, rank=1)), now)
-
-    def request(self, peer=PEER, k=K, ranks=(0, 1), now: float = 1.0) -> list[Action]:
-        destinations = tuple(one for rank in ranks for one in blocks(5, 6, rank=rank))
-        self.sessions.request(peer, KvRequest(k, TOKENS, destinations), now)
-        return self.take()
-
-    def notice(self, rank: int, outcome: WriterOutcome = DONE, k=K, now: float = 2.0, reason: str = "") -> list[Action]:
-        self.sessions.notice(rank, TransferNotice(k, rank, rank, outcome, reason=reason), now)
-        return self.take()
-
-    def writing(self) -> None:
-        self.offer()
-        assert len(self.request()) == 2
+from kvtransfer.session.actions import Action, ToRank, ToScheduler
+from session_sides import DONE, NEVER, OTHER, PEER, QUIESCED, TOKENS, Context, K, said
 
 
 @pytest.fixture
@@ -64,10 +26,6 @@ def context() -> Context:
 
 def outcomes(actions: list[Action]) -> list[SendOutcome]:
     return [one.message for one in actions if isinstance(one, ToScheduler) and isinstance(one.message, SendOutcome)]
-
-
-def said(actions: list[Action], peer=PEER) -> list[object]:
-    return [one.message for one in actions if isinstance(one, ToPeer) and one.peer == peer]
 
 
 def heard(actions: list[Action], peer=PEER) -> list[tuple[int, WriterOutcome, bool]]:
@@ -146,17 +104,17 @@ def test_withdrawn_before_the_request(context: Context):
 def test_cancelled_while_writing_waits_for_the_writers(context: Context, who: str):
     context.writing()
     if who == "peer":
-        context.sessions.cancel(PEER, K, 2.0)
+        context.sessions.cancel(PEER, K, 1, 2.0)
     else:
         context.sessions.withdraw(K, 2.0)
-    assert context.take() == [ToRank(0, CancelWrite(K)), ToRank(1, CancelWrite(K))]
+    assert context.take() == [ToRank(0, CancelWrite(K, 1)), ToRank(1, CancelWrite(K, 1))]
     assert outcomes(context.notice(0, NEVER)) == []
     assert [one.failure for one in outcomes(context.notice(1, DONE))] == [TransferFailure.CANCELLED]
 
 
 def test_cancel_of_an_offer_answers_for_every_writer(context: Context):
     context.offer()
-    context.sessions.cancel(PEER, K, 1.0)
+    context.sessions.cancel(PEER, K, 1, 1.0)
     actions = context.take()
     assert heard(actions) == [(0, NEVER, False), (1, NEVER, False)]
     assert [one.failure for one in outcomes(actions)] == [TransferFailure.CANCELLED]
@@ -168,9 +126,9 @@ def test_what_was_answered_before_the_offer_is_never_started(context: Context, e
         case "request":
             context.request()
         case "cancel":
-            context.sessions.cancel(PEER, K, 1.0)
+            context.sessions.cancel(PEER, K, 1, 1.0)
         case _:
-            context.sessions.reconcile(PEER, [K], 1.0)
+            context.sessions.reconcile(PEER, [ReceiveKey(K, 1)], 1.0)
     context.take()
     context.offer()
     assert [one.failure for one in outcomes(context.take())] == [TransferFailure.CANCELLED]
@@ -183,8 +141,9 @@ def test_what_was_answered_before_the_offer_is_never_started(context: Context, e
 def test_repeated_request_gets_what_is_known_while_writers_are_open(context: Context):
     context.writing()
     context.notice(0)
-    assert heard(context.request()) == [(0, DONE, False)]
+    assert heard(context.request(receive=1)) == [(0, DONE, False)]
     context.notice(1, QUIESCED)
+    assert heard(context.request(receive=1)) == [(0, DONE, False), (1, QUIESCED, False)]
     # After the end it names other pages: the old notices would speak of bytes that never went there.
     assert heard(context.request()) == [(0, NEVER, True), (1, NEVER, True)]
 
@@ -195,8 +154,8 @@ def test_memory_of_the_finished_is_bounded(context: Context):
         context.request(k=key(number))
         context.notice(0, k=key(number))
         context.notice(1, k=key(number))
-    context.sessions.reconcile(PEER, [key(9), key(0)], 9.0)
-    (reply,) = said(context.take())
+    context.sessions.reconcile(PEER, [context.name(9), context.name(0)], 9.0)
+    (reply,) = said(context.take(), PEER)
     assert isinstance(reply, ReconcileReply)
     told = {(one.key, one.src_rank): one.outcome for one in reply.notices}
     assert (told[key(9), 0], told[key(0), 0]) == (DONE, NEVER)
@@ -205,7 +164,7 @@ def test_memory_of_the_finished_is_bounded(context: Context):
 def test_pages_of_another_peer_are_not_touched(context: Context):
     context.writing()
     assert heard(context.request(OTHER), OTHER) == [(0, NEVER, True), (1, NEVER, True)]
-    context.sessions.cancel(OTHER, K, 2.0)
+    context.sessions.cancel(OTHER, K, 1, 2.0)
     assert [one for one in context.take() if isinstance(one, ToRank)] == []
     context.notice(0)
     assert outcomes(context.notice(1)) == [SendOutcome(K)]
@@ -220,11 +179,13 @@ def test_reconcile_tells_every_attempt_apart(context: Context):
     context.notice(0, k=key(1))
     context.notice(1, k=key(1))
     context.notice(0, k=key(2))
-    context.sessions.reconcile(PEER, [key(1), key(2), key(3), key(9)], 3.0)
+    context.sessions.reconcile(
+        PEER, [context.name(n) for n in (1, 2)] + [ReceiveKey(key(3), 8), ReceiveKey(key(9), 9)], 3.0
+    )
     actions = context.take()
     (reply,) = said(actions)
     assert isinstance(reply, ReconcileReply)
-    assert reply.in_flight == (key(2),)
+    assert reply.in_flight == (context.name(2),)
     told = {(one.key, one.src_rank): one.outcome for one in reply.notices}
     assert told == {
         (key(1), 0): DONE,
@@ -235,9 +196,11 @@ def test_reconcile_tells_every_attempt_apart(context: Context):
         (key(9), 0): NEVER,
         (key(9), 1): NEVER,
     }
-    # The request of 3 was lost; its pages are given back, those of 4 were not asked about.
-    assert [one.key for one in outcomes(actions)] == [key(3)]
-    assert {view.key for view in context.sessions.views(4.0)} == {key(2), key(4)}
+    # The request of 3 was lost and will not be served when it comes late; its pages wait for the next one.
+    assert outcomes(actions) == []
+    assert {view.key for view in context.sessions.views(4.0)} == {key(2), key(3), key(4)}
+    assert [one for one in context.request(k=key(3), receive=8) if isinstance(one, ToRank)] == []
+    assert len([one for one in context.request(k=key(3), receive=10) if isinstance(one, ToRank)]) == 2
 
 
 def test_exited_rank_is_over_after_the_fabric_has_drained(context: Context):
@@ -278,7 +241,7 @@ def test_limits_hold():
     actions = context.request(k=key(2))
     assert heard(actions) == [(0, NEVER, False), (1, NEVER, False)]
     with pytest.raises(ProtocolError, match="at most 1"):
-        context.sessions.reconcile(PEER, [key(1), key(2)], 2.0)
+        context.sessions.reconcile(PEER, [context.name(1), context.name(2)], 2.0)
 
 
 def test_nonsense_is_refused(context: Context):
@@ -289,5 +252,5 @@ def test_nonsense_is_refused(context: Context):
         context.offer()
     context.request()
     # A rank can only speak for itself.
-    context.sessions.notice(0, TransferNotice(K, 1, 1, DONE), 2.0)
+    context.sessions.notice(0, TransferNotice(K, 1, 1, DONE, receive=2), 2.0)
     assert context.take() == []

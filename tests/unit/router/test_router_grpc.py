@@ -36,12 +36,14 @@ class StuckContext:
         raise grpc.aio.AbortError
 
 
-async def run(time_remaining: float | None, configured: float) -> tuple[StuckContext, FakeCoordinator]:
+async def run(
+    time_remaining: float | None, configured: float, client_timeout_s: float = 1000
+) -> tuple[StuckContext, FakeCoordinator]:
     coordinator = FakeCoordinator()
     tracing = Tracing.from_config(TelemetryConfig(), "test")
     pipeline = Pipeline(coordinator, FakeWorkers(), {"m": ByteTokenizer()}, tracing, max_text_bytes=100)
     context = StuckContext(time_remaining)
-    servicer = InferenceServicer(pipeline, request_timeout_s=configured)
+    servicer = InferenceServicer(pipeline, request_timeout_s=configured, client_timeout_s=client_timeout_s)
     try:
         await servicer.Generate(pb.InferenceServiceGenerateRequest(prompt="abc"), context)  # type: ignore[arg-type]
     except grpc.aio.AbortError:
@@ -61,3 +63,9 @@ async def test_without_one_the_configured_deadline_does() -> None:
         context, coordinator = await run(time_remaining=absent, configured=0.2)
         assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert (coordinator.open, len(coordinator.finished)) == (set(), 1)
+
+
+async def test_a_client_that_takes_nothing_is_dropped_long_before_its_deadline() -> None:
+    context, coordinator = await run(time_remaining=1000, configured=1000, client_timeout_s=0.2)
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (coordinator.open, len(coordinator.finished)) == (set(), 1)

@@ -28,11 +28,13 @@ from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Tracing, parse_traceparent
 from isthmus_router.byte_tokenizer import ByteTokenizer
+from isthmus_router.chat import Conversation, Turn
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.ports import ConnectionLost, FinishReason, LegKind, Tokens
+from isthmus_router.preparation import ContextLengthExceeded
 from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextInput, TokenInput
-from isthmus_router.tokenizer import Turn
-from router_fakes import WHOLE, FakeCoordinator, FakeModel, FakeWorkers, Hang, Pause, finished, ready
+from isthmus_router.sampling import SamplingOptions
+from router_fakes import WHOLE, FakeCoordinator, FakeModel, FakeWorkers, Hang, Pause, finished, last, ready
 
 KEY = RequestKey(MIN_GLOBAL_ID + 7)
 
@@ -75,12 +77,16 @@ class Bench:
 
 def ask(source: object = "abc", **changes: object) -> GenerateRequest:
     text = TextInput(source) if isinstance(source, str) else source
-    fields = {"operation": "test", "model": "m", "input": text, "timeout_s": 30.0, "request_id": KEY.request_id}
+    fields = {"operation": "test", "model": "m", "input": text, "timeout_s": 3600.0, "request_id": KEY.request_id}
     return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def text_of(parts: list[Part | End]) -> str:
-    return "".join(part.text for part in parts)
+    return "".join(part.text for part in parts if isinstance(part, Part))
+
+
+def reasons_of(parts: list[Part | End]) -> list[FinishReason]:
+    return [part.reason for part in parts if isinstance(part, Part) and part.reason is not None]
 
 
 async def test_a_split_request_streams_the_context_token_then_the_generation_tokens() -> None:
@@ -90,7 +96,8 @@ async def test_a_split_request_streams_the_context_token_then_the_generation_tok
     assert text_of(parts) == "Hi!"
     end = parts[-1]
     assert isinstance(end, End)
-    assert (end.reason, end.prompt_tokens, end.completion_tokens) == (FinishReason.LENGTH, 3, 3)
+    assert (end.prompt_tokens, end.completion_tokens) == (3, 3)
+    assert reasons_of(parts) == [FinishReason.LENGTH]
     await bench.settle(aborted=False)
 
 
@@ -103,28 +110,23 @@ async def test_legs_carry_the_request() -> None:
     for leg in (context, generation):
         assert leg.key == KEY
         assert token_ids.unpack(leg.prompt) == (97, 98, 99)
-        assert (leg.max_tokens, leg.stop_token_ids) == (3, (256,))
+        assert (leg.sampling.max_tokens, leg.sampling.stop_token_ids) == (3, (256,))
+    assert context.sampling == generation.sampling
     assert context.context_phase is None
     assert generation.context_phase is not None
     assert generation.context_phase.endpoint == "ctx"
-    assert all(0 < left <= 30 for left in bench.workers.timeouts)
+    assert all(0 < left <= 3600 for left in bench.workers.timeouts)
 
 
 async def test_the_first_token_is_sent_before_the_generation_leg_answers() -> None:
     bench = Bench()
     go = asyncio.Event()
-    bench.script(LegKind.GENERATION, Pause(go), Tokens((105,)), finished())
+    bench.script(LegKind.GENERATION, Pause(go), last(105), finished())
     async with aclosing(bench.pipeline.generate(ask())) as parts:
         assert (await anext(parts)).text == "H"
         go.set()
         assert (await anext(parts)).text == "i"
     await bench.settle(aborted=False)
-
-
-async def test_first_tokens_that_were_streamed_before_are_not_repeated() -> None:
-    bench = Bench()
-    bench.script(LegKind.CONTEXT, Tokens((72,)), ready((72, 101)))
-    assert text_of(await bench.run(ask())) == "Hei!"
 
 
 async def test_an_unsplit_placement_is_one_leg() -> None:
@@ -140,11 +142,11 @@ async def test_an_unsplit_placement_is_one_leg() -> None:
 
 async def test_a_first_token_that_ends_the_request_needs_no_generation_leg() -> None:
     bench = Bench()
-    bench.script(LegKind.CONTEXT, Tokens((256,)), finished(FinishReason.STOP))
+    bench.script(LegKind.CONTEXT, last(256, reason=FinishReason.STOP), finished())
     parts = await bench.run(ask())
     end = parts[-1]
     assert isinstance(end, End)
-    assert (end.reason, end.completion_tokens, text_of(parts)) == (FinishReason.STOP, 1, "")
+    assert (end.completion_tokens, text_of(parts), reasons_of(parts)) == (1, "", [FinishReason.STOP])
     assert [leg.kind for _, leg in bench.workers.legs] == [LegKind.CONTEXT]
     assert (end.report.context_instance, end.report.generation_instance) == ("context-0", "")
     await bench.settle(aborted=False)
@@ -166,15 +168,15 @@ async def test_a_character_cut_over_the_two_legs_arrives_whole() -> None:
     bench = Bench()
     first, *rest = "é".encode()
     bench.script(LegKind.CONTEXT, ready((first,)))
-    bench.script(LegKind.GENERATION, Tokens(tuple(rest)), Tokens((0xF0,)), finished())
+    bench.script(LegKind.GENERATION, Tokens(tuple(rest)), last(0xF0), finished())
     parts = await bench.run(ask())
-    assert [part.text for part in parts] == ["", "é", "", "�"]
+    assert [part.text for part in parts if isinstance(part, Part)] == ["", "é", "�"]
 
 
 async def test_ignore_eos_sends_no_stop_tokens() -> None:
     bench = Bench()
-    await bench.run(ask(ignore_eos=True))
-    assert all(leg.stop_token_ids == () for _, leg in bench.workers.legs)
+    await bench.run(ask(sampling=SamplingOptions(ignore_eos=True)))
+    assert all(leg.sampling.stop_token_ids == () for _, leg in bench.workers.legs)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,9 @@ async def test_the_token_budget_is_exactly_what_the_model_leaves(
         (ask("half \ud800"), "prompt"),
         (ask(TokenInput(())), "prompt"),
         (ask(TokenInput((1, 257, 2), "prompt_token_ids.ids")), "prompt_token_ids.ids[1]"),
-        (ask(ChatInput((), "chat.messages")), "chat.messages"),
-        (ask(ChatInput((Turn("user", "x"), Turn("tool", "x")))), "messages[1].role"),
-        (ask(ChatInput((Turn("user", "\udfff"),))), "messages[0].content"),
+        (ask(ChatInput(Conversation(()), "chat.messages")), "chat.messages"),
+        (ask(ChatInput(Conversation((Turn("user", "x"), Turn("boss", "x"))))), "messages[1].role"),
+        (ask(ChatInput(Conversation((Turn("user", "\udfff"),)))), "messages[0].content"),
         (ask(request_id=1), "request_id"),
         (ask(request_id=MIN_GLOBAL_ID - 1), "request_id"),
         (ask(request_id=MAX_GLOBAL_ID), "request_id"),
@@ -217,6 +219,16 @@ async def test_wrong_requests_are_refused_by_field_before_anybody_is_asked(
     assert error.field == field
     assert bench.coordinator.selects == []
     await bench.settle(aborted=False, placed=False)
+
+
+@pytest.mark.parametrize("source", ["x" * 101, "x" * 150_000, ChatInput(Conversation((Turn("user", "x" * 150_000),)))])
+async def test_text_that_can_not_fit_is_not_even_tokenised(source: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(ByteTokenizer, name, lambda *_, **__: pytest.fail("tokenised"))
+    error = await bench.fail(ask(source))
+    assert isinstance(error, ContextLengthExceeded)
+    assert "bytes" in error.message
 
 
 async def test_exactly_the_longest_prompt_fits() -> None:
@@ -265,6 +277,15 @@ async def test_a_refused_duplicate_does_not_release_the_first() -> None:
     first.cancel()
     await asyncio.wait((first,))
     await bench.settle(aborted=True)
+
+
+async def test_a_worker_that_finishes_without_the_end_of_every_answer_has_failed() -> None:
+    bench = Bench()
+    bench.script(LegKind.CONTEXT, ready([Tokens((72,), 0), Tokens((72,), 1)]))
+    bench.script(LegKind.GENERATION, last(105, sample=1), finished())
+    error = await bench.fail(ask(sampling=SamplingOptions(n=2)))
+    assert isinstance(error, InternalError)
+    assert "answers [0]" in error.message
 
 
 LOST = ConnectionLost("connection reset")

@@ -15,7 +15,8 @@ from isthmus_core import token_ids
 from isthmus_core.config import ModelConfig
 from isthmus_core.errors import ConfigError
 from isthmus_router.byte_tokenizer import ByteTokenizer
-from isthmus_router.tokenizer import ChatRefused, Tokenizer, Turn, open_tokenizer
+from isthmus_router.chat import Conversation, ToolCall, Turn
+from isthmus_router.tokenizer import ChatRefused, Tokenizer, open_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -23,7 +24,9 @@ TEMPLATE = (
 )
 
 
-def byte_level_folder(folder: Path, *, template: str | None = TEMPLATE, eos: object = 257) -> Path:
+def byte_level_folder(
+    folder: Path, *, template: str | None = TEMPLATE, eos: object = 257, **generation: object
+) -> Path:
     """A model folder with a tokenizer whose tokens are single bytes: every character but ASCII is cut."""
     vocab = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
@@ -34,7 +37,7 @@ def byte_level_folder(folder: Path, *, template: str | None = TEMPLATE, eos: obj
     settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 320, "eos_token_id": 257}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, **generation}))
     return folder
 
 
@@ -82,20 +85,98 @@ def test_special_tokens_have_no_text(fast: Tokenizer) -> None:
 
 
 def test_chat_goes_through_the_template_and_plain_text_does_not(fast: Tokenizer) -> None:
-    ids = fast.encode_chat([Turn("user", "hi")])
+    ids = fast.encode_chat(Conversation((Turn("user", "hi"),)))
     assert ids == [256, *fast.encode("user:hi"), 257, 256, *fast.encode("assistant:")]
 
 
 def test_a_conversation_that_the_template_refuses(fast: Tokenizer) -> None:
     with pytest.raises(ChatRefused, match="no system turns"):
-        fast.encode_chat([Turn("system", "be brief"), Turn("user", "hi")])
+        fast.encode_chat(Conversation((Turn("system", "be brief"), Turn("user", "hi"))))
 
 
 def test_a_model_without_template_says_so(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(ModelConfig(path=byte_level_folder(tmp_path, template=None)))
     with pytest.raises(ChatRefused, match="no chat template"):
-        tokenizer.encode_chat([Turn("user", "hi")])
+        tokenizer.encode_chat(Conversation((Turn("user", "hi"),)))
     assert tokenizer.encode("hi")
+
+
+FULL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if loud %}LOUD{% endif %}{% for m in messages %}"
+    "<s>{{ m.role }}{% if m.name %}={{ m.name }}{% endif %}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.city }}]{% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+def test_tools_calls_and_template_arguments_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(ModelConfig(path=byte_level_folder(tmp_path, template=FULL_TEMPLATE)))
+    turns = (
+        Turn("user", "weather?", name="ann"),
+        Turn("assistant", tool_calls=(ToolCall("c1", "get", {"city": "Bern"}),)),
+        Turn("tool", "sunny", tool_call_id="c1"),
+    )
+    tool = {"type": "function", "function": {"name": "get"}}
+
+    def rendered(**changes: object) -> str:
+        ids = tokenizer.encode_chat(Conversation(turns, **changes))  # type: ignore[arg-type]
+        return tokenizer.decode(ids, skip_special=False)
+
+    body = "<s>user=ann:weather?</s><s>assistant:[get Bern]</s><s>tool:sunny#c1</s>"
+    assert rendered() == body + "<s>assistant:"
+    assert rendered(add_generation_prompt=False) == body
+    assert rendered(arguments={"loud": True}, add_generation_prompt=False) == "LOUD" + body
+    assert rendered(tools=(tool,)).startswith('[{"type": "function", "function": {"name": "get"}}]')
+
+
+def test_the_last_turn_can_be_left_open(fast: Tokenizer) -> None:
+    turns = (Turn("user", "hi"), Turn("assistant", "Well, "))
+    open_chat = Conversation(turns, add_generation_prompt=False, continue_final_message=True)
+    assert fast.decode(fast.encode_chat(open_chat), skip_special=False) == "<s>user:hi</s><s>assistant:Well, "
+
+
+def test_tokens_have_bytes_of_their_own(fast: Tokenizer) -> None:
+    for tokenizer in (fast, ByteTokenizer()):
+        for text in ("é🎉", "\n \t"):
+            raw = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+            assert all(len(piece) == 1 for piece in raw)
+            assert b"".join(raw) == text.encode()
+    assert fast.token_bytes(257) == b"</s>"
+    assert fast.token_bytes(310) == b"", "the vocabulary has padding behind the tokenizer's last token"
+
+
+def test_no_token_stands_for_more_text_than_the_longest(fast: Tokenizer) -> None:
+    assert fast.longest_token == len("</s>")
+    assert ByteTokenizer().longest_token == 1
+
+
+def test_where_text_can_vanish_there_is_no_longest_token(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken("<sep>", rstrip=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    assert open_tokenizer(ModelConfig(path=folder)).longest_token is None
+
+
+def test_special_tokens_can_be_shown(fast: Tokenizer) -> None:
+    detokenizer = fast.detokenizer(skip_special=False)
+    assert "".join(detokenizer.push([token]) for token in [256, *fast.encode("hi"), 257]) == "<s>hi</s>"
+    assert ByteTokenizer().decode([104, 256], skip_special=False) == "h<end>"
+
+
+def test_the_authors_sampling_values_are_the_defaults(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    defaults = open_tokenizer(ModelConfig(path=folder)).defaults
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.6, 0.95, 20)
+    assert (defaults.min_p, defaults.repetition_penalty) == (None, 1.1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 3), ("top_p", "0.5"), ("top_k", -5), ("min_p", True)])
+def test_unusable_sampling_values_of_a_model_are_named(tmp_path: Path, name: str, value: object) -> None:
+    folder = byte_level_folder(tmp_path, **{name: value})
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}"):
+        open_tokenizer(ModelConfig(path=folder))
 
 
 def test_ids_come_from_the_model_folder(tmp_path: Path, fast: Tokenizer) -> None:
@@ -127,9 +208,10 @@ def test_a_model_folder_is_served_without_torch(tmp_path: Path) -> None:
         "import sys, isthmus_router.grpc_server, isthmus_router.worker_client, isthmus_router.http.app\n"
         "from pathlib import Path\n"
         "from isthmus_core.config import ModelConfig\n"
-        "from isthmus_router.tokenizer import Turn, open_tokenizer\n"
+        "from isthmus_router.chat import Conversation, Turn\n"
+        "from isthmus_router.tokenizer import open_tokenizer\n"
         "tokenizer = open_tokenizer(ModelConfig(path=Path(sys.argv[1])))\n"
-        "text = tokenizer.detokenizer().push(tokenizer.encode_chat([Turn('user', 'hi')]))\n"
+        "text = tokenizer.detokenizer().push(tokenizer.encode_chat(Conversation((Turn('user', 'hi'),))))\n"
         "assert text == 'user:hiassistant:', text\n"
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'kvtransfer'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

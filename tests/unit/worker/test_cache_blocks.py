@@ -79,7 +79,7 @@ def test_the_integrity_check_sees_a_block_with_two_owners():
     blocks.allocate("a", 2)
     blocks.allocate("b", 2)
     blocks._tables["b"] = blocks._tables["a"]
-    with pytest.raises(InternalError, match="owned 2 times"):
+    with pytest.raises(InternalError, match="held 2 times"):
         blocks.check_integrity()
 
 

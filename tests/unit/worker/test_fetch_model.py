@@ -15,7 +15,7 @@ import pytest
 
 from isthmus_core.errors import ConfigError, StartError
 from isthmus_worker import default_model, fetch_model
-from tiny_llama import tiny_llama
+from tiny_models import tiny_llama
 
 GGUF = b"not really a model" * 1000
 

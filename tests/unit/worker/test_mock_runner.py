@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from greedy_driver import GREEDY
 from isthmus_core.config import MockConfig
 from isthmus_core.errors import ConfigError
 from isthmus_worker.mock_engine import MockRunner
-from isthmus_worker.runner import BatchRow
+from isthmus_worker.runner import BatchRow, Draw
 from mock_oracle import oracle
 from sched_bench import memory_of
 
@@ -22,18 +23,23 @@ def runner(blocks: int = 16, tokens_per_block: int = 4, **options) -> tuple[Mock
     return made, memory_of(made.allocate_cache(blocks))
 
 
-def row(tokens, start: int, blocks, want: bool = True) -> BatchRow:
-    return BatchRow(np.array(tokens, np.int64), start, np.array(blocks, np.int32), want)
+def row(tokens, start: int, blocks, want: bool = True, draws: tuple[Draw, ...] = GREEDY) -> BatchRow:
+    return BatchRow(np.array(tokens, np.int64), start, np.array(blocks, np.int32), draws if want else ())
+
+
+def tokens_of(made: MockRunner, rows: list[BatchRow]) -> list[int]:
+    """The one token of each row."""
+    return [drawn[0].token for drawn in made.execute(rows)]
 
 
 def generate(made: MockRunner, prompt: list[int], n: int, blocks, chunks: list[int]) -> list[int]:
     position = 0
     for chunk in chunks:
-        assert made.execute([row(prompt[position : position + chunk], position, blocks, False)]) == [-1]
+        assert made.execute([row(prompt[position : position + chunk], position, blocks, False)]) == [()]
         position += chunk
-    output = made.execute([row(prompt[position:], position, blocks)])
+    output = tokens_of(made, [row(prompt[position:], position, blocks)])
     while len(output) < n:
-        output += made.execute([row([output[-1]], len(prompt) + len(output) - 1, blocks)])
+        output += tokens_of(made, [row([output[-1]], len(prompt) + len(output) - 1, blocks)])
     return output
 
 
@@ -62,13 +68,13 @@ def test_rows_of_one_batch_do_not_touch_each_other():
     prompts = [PROMPT[:length] for length in (1, 3, 4, 5, 16, 34)]
     places = [[10 * index + block for block in range(10)] for index in range(len(prompts))]
     batch = [row(prompt, 0, place) for prompt, place in zip(prompts, places, strict=True)]
-    outputs = [[token] for token in made.execute(batch)]
+    outputs = [[token] for token in tokens_of(made, batch)]
     for step in range(5):
         batch = [
             row([output[-1]], len(prompt) + step, place)
             for prompt, output, place in zip(prompts, outputs, places, strict=True)
         ]
-        for output, token in zip(outputs, made.execute(batch), strict=True):
+        for output, token in zip(outputs, tokens_of(made, batch), strict=True):
             output.append(token)
     assert outputs == [oracle(prompt, 6) for prompt in prompts]
 
@@ -93,9 +99,9 @@ def test_every_byte_of_every_page_counts(byte: int):
         made, memory = runner()
         made.execute([row(PROMPT[:36], 0, range(9), False)])
         memory[block, byte] ^= 1
-        output = made.execute([row(PROMPT[36:], 36, range(10))])
+        output = tokens_of(made, [row(PROMPT[36:], 36, range(10))])
         for step in range(4):
-            output += made.execute([row([output[-1]], 37 + step, range(11))])
+            output += tokens_of(made, [row([output[-1]], 37 + step, range(11))])
         assert output != oracle(PROMPT, 5), (block, byte)
 
 
@@ -112,9 +118,9 @@ def test_pages_that_are_swapped_missing_or_stale_change_the_text(harm: str):
         memory[3] = 0
     else:
         memory[3] = stale
-    output = made.execute([row(PROMPT[36:], 36, range(10))])
-    output += made.execute([row([output[-1]], 37, range(10))])
-    output += made.execute([row([output[-1]], 38, range(10))])
+    output = tokens_of(made, [row(PROMPT[36:], 36, range(10))])
+    output += tokens_of(made, [row([output[-1]], 37, range(10))])
+    output += tokens_of(made, [row([output[-1]], 38, range(10))])
     assert output != oracle(PROMPT, 3)
 
 

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from isthmus_core.errors import HandoffExpired, InternalError, RequestCancelled, TransferFailed
-from isthmus_worker.engine import ContextPhase, FinishReason
-from isthmus_worker.scheduler import ContextDone, RequestFinished, RequestTokens
+from isthmus_worker.engine import ContextPhase, FinishReason, KvEvent, Tokens
+from isthmus_worker.scheduler import ContextDone, RequestFinished
 from kvtransfer.ports import HandoffStats, ReceiveOutcome, ReceiveRequest, SendOffer, TransferFailure, TransferStats
 from mock_oracle import oracle
 from sched_bench import HOLDER, Bench, copy_cache
@@ -24,6 +24,11 @@ def offered(prompt=PROMPT, max_tokens: int = 9) -> tuple[Bench, ContextPhase]:
     done = bench.trails[key].end
     assert isinstance(done, ContextDone)
     return bench, ContextPhase(key, done.first_tokens, len(prompt), HOLDER)
+
+
+def first_of(phase: ContextPhase) -> tuple[int, ...]:
+    """First tokens of the first answer."""
+    return phase.first_tokens[0].ids
 
 
 def receiving(phase: ContextPhase, prompt=PROMPT, max_tokens: int = 9, **options) -> Bench:
@@ -44,18 +49,18 @@ def test_split_is_unsplit(length: int):
     context.deliver_send(phase.key)
     generation.run()
     context.run()
-    assert [*phase.first_tokens, *generation.trails[phase.key].tokens] == oracle(PROMPT[:length], 9)
+    assert [*first_of(phase), *generation.trails[phase.key].tokens] == oracle(PROMPT[:length], 9)
     end = generation.trails[phase.key].end
     assert isinstance(end, RequestFinished)
-    assert end.reason is FinishReason.LENGTH
+    assert generation.trails[phase.key].reason is FinishReason.LENGTH
     assert end.report.decode_tokens == 8
     context.check_idle()
     generation.check_idle()
 
 
-def test_the_context_leg_says_token_offer_done_and_keeps_only_then_the_pages():
+def test_the_context_leg_says_offer_and_done_and_keeps_only_then_the_pages():
     context, phase = offered()
-    assert [type(one) for one in context.log] == [RequestTokens, SendOffer, ContextDone]
+    assert [type(one) for one in context.log if not isinstance(one, KvEvent)] == [SendOffer, ContextDone]
     offer = context.messages(SendOffer)[0]
     assert (offer.tokens.begin, offer.tokens.end) == (0, len(PROMPT))
     assert len(offer.sources[0].blocks) == 10
@@ -76,7 +81,7 @@ def test_no_hand_off_when_the_first_token_ends_the_request(why: str):
     context.run()
     end = context.trails[key].end
     assert isinstance(end, RequestFinished)
-    assert end.reason is (FinishReason.LENGTH if why == "max_tokens" else FinishReason.STOP)
+    assert context.trails[key].reason is (FinishReason.LENGTH if why == "max_tokens" else FinishReason.STOP)
     assert not context.messages(SendOffer)
     context.check_idle()
 
@@ -96,7 +101,7 @@ def test_only_the_pages_of_the_prompt_are_exposed():
 def test_all_first_tokens_of_the_context_leg_are_gone_on_from(first: int):
     context, phase = offered()
     expected = oracle(PROMPT, 9)
-    phase = ContextPhase(phase.key, tuple(expected[:first]), len(PROMPT), HOLDER)
+    phase = ContextPhase(phase.key, (Tokens(tuple(expected[:first])),), len(PROMPT), HOLDER)
     generation = receiving(phase)
     copy_cache(context, generation, phase.key)
     generation.deliver_receive(phase.key)
@@ -114,7 +119,7 @@ def test_a_request_that_receives_does_not_stop_the_others():
     copy_cache(other_context, generation, other.key)
     generation.deliver_receive(other.key)
     generation.run()
-    assert [*other.first_tokens, *generation.trails[other.key].tokens] == oracle(PROMPT[:9], 9)
+    assert [*first_of(other), *generation.trails[other.key].tokens] == oracle(PROMPT[:9], 9)
     assert not generation.trails[phase.key].tokens
     copy_cache(context, generation, phase.key)
     generation.deliver_receive(phase.key)
@@ -133,7 +138,7 @@ def test_a_preempted_generation_leg_computes_its_cache_again_and_asks_nobody():
         generation.deliver_receive(phase.key)
     generation.run()
     for index, (_, phase) in enumerate(contexts):
-        assert [*phase.first_tokens, *generation.trails[phase.key].tokens] == oracle([65 + index] * 4, 20)
+        assert [*first_of(phase), *generation.trails[phase.key].tokens] == oracle([65 + index] * 4, 20)
     assert max(generation.rows) == 3
     # The same steps without preemption: 19 of them.
     assert len(generation.rows) > 19
@@ -154,8 +159,8 @@ def test_pages_that_are_exposed_are_never_preempted():
     copy_cache(late_context, generation, late.key)
     generation.deliver_receive(late.key)
     generation.run()
-    assert [*phase.first_tokens, *generation.trails[phase.key].tokens] == oracle([65] * 4, 24)
-    assert [*late.first_tokens, *generation.trails[late.key].tokens] == oracle([66] * 12, 4)
+    assert [*first_of(phase), *generation.trails[phase.key].tokens] == oracle([65] * 4, 24)
+    assert [*first_of(late), *generation.trails[late.key].tokens] == oracle([66] * 12, 4)
     generation.check_idle()
 
 
@@ -265,7 +270,7 @@ def test_the_report_names_the_hand_off():
 def test_held_pages_count_against_admission():
     context = Bench("context", num_blocks=12)
     first = context.submit(PROMPT, 9)
-    second = context.submit(PROMPT[:20], 9)
+    second = context.submit(PROMPT[1:21], 9)
     context.run()
     assert context.trails[second].end is None
     assert context.scheduler.load().waiting_requests == 1
@@ -286,6 +291,6 @@ def test_an_outcome_for_a_request_that_is_not_in_a_hand_off_is_a_broken_promise(
         def check_gen_transfer_status(self, at_least: int = 0, timeout_s: float = 0.0):
             return [ReceiveOutcome(phase.key, settled=True)]
 
-    generation.scheduler._handoffs._transceiver = Confused()
+    generation.scheduler._transfers._handoffs._transceiver = Confused()
     with pytest.raises(InternalError, match="outcome of a hand-off"):
         generation.scheduler.poll()

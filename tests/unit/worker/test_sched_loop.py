@@ -9,7 +9,7 @@ import pytest
 
 from isthmus_core.config import parse_config
 from isthmus_core.errors import InternalError
-from isthmus_worker.engine import ContextPhase, EngineLoad, EngineRequest, RequestType, Sampling
+from isthmus_worker.engine import ContextPhase, EngineLoad, EngineRequest, RequestType, Sampling, Tokens
 from isthmus_worker.engine_process.build import build_scheduler, load_model
 from isthmus_worker.engine_process.frames import EngineMessage
 from isthmus_worker.engine_process.inbox import HubGone
@@ -33,6 +33,7 @@ class Script:
         self.waits: list[tuple[float, float | None]] = []
         self.said: list[tuple[float, EngineMessage]] = []
         self.frames = 0
+        self.order: list[str] = []
         self.fails: Callable[[], None] = lambda: None
 
     def at(self, when: float, *commands: EngineCommand | HubGone) -> None:
@@ -52,8 +53,14 @@ class Script:
         assert frame
         self.fails()
         self.frames += 1
+        self.order.append("frame")
+
+    def copy_blocks(self, src, dst) -> None:
+        self.order.append("copies")
+        self._runner.copy_blocks(src, dst)
 
     def execute(self, rows):
+        self.order.append("rows")
         self.now += self.step_s
         return self._runner.execute(rows)
 
@@ -89,9 +96,22 @@ def test_one_frame_a_step_and_no_sleep_while_there_is_work():
     script.at(0.0, one)
     script.at(9.0, Stop())
     script.run()
-    assert [token for event in script.of(RequestTokens) for token in event.ids] == oracle([65] * 20, 10)
+    assert [token for event in script.of(RequestTokens) for token in event.chunk.ids] == oracle([65] * 20, 10)
     assert script.frames == 10
     assert [wait for _, wait in script.waits] == [None]
+
+
+def test_copies_come_before_the_step_and_before_anything_is_said():
+    script = Script()
+    sampling = Sampling(5, temperature=1.0, n=2)
+    script.at(0.0, EngineRequest(new_key(), RequestType.CONTEXT_AND_GENERATION, (65,) * 20, sampling))
+    script.at(9.0, Stop())
+    script.run()
+    for sample in range(2):
+        said = [event.chunk.ids[0] for event in script.of(RequestTokens) if event.chunk.sample == sample]
+        assert said == oracle([65] * 20, 5, sampling=sampling, sample=sample)
+    assert script.order[:5] == ["rows", "frame", "copies", "rows", "frame"]
+    assert script.order.count("copies") == 1
 
 
 def test_load_is_told_a_few_times_a_second_and_at_once_when_idle():
@@ -111,7 +131,7 @@ def test_load_is_told_a_few_times_a_second_and_at_once_when_idle():
 
 def test_it_sleeps_until_the_hub_speaks_while_a_cache_is_on_its_way():
     script, key = Script(), new_key()
-    phase = ContextPhase(key, (65,), 20, HOLDER)
+    phase = ContextPhase(key, (Tokens((65,)),), 20, HOLDER)
     leg = request([65] * 20, 3, key=key, request_type=RequestType.GENERATION_ONLY, context_phase=phase)
     script.at(0.1, leg)
     script.at(5.0, ReceiveOutcome(key, settled=True))
@@ -163,7 +183,8 @@ def test_a_leak_is_found_as_soon_as_the_engine_is_idle():
 
     def leak() -> None:
         if script.scheduler.live:
-            script.scheduler._blocks._tables[one.key] = script.scheduler._blocks.table(one.key)[:0]
+            blocks = script.scheduler._memory.blocks
+            blocks._tables[one.key, 0] = blocks.table((one.key, 0))[:0]
 
     script.fails = leak
     with pytest.raises(InternalError, match="block ledger is broken"):

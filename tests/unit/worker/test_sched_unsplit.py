@@ -12,9 +12,9 @@ from isthmus_core.errors import (
     Overloaded,
     RequestCancelled,
 )
-from isthmus_worker.engine import ContextPhase, FinishReason, RequestType
+from isthmus_worker.engine import ContextPhase, FinishReason, RequestType, Tokens
 from isthmus_worker.scheduler import RequestFinished, RequestTokens
-from isthmus_worker.scheduler.request import TRANSITIONS, Phase
+from isthmus_worker.scheduler.answer import TRANSITIONS, Phase
 from mock_oracle import oracle
 from sched_bench import HOLDER, LEGS, Bench, new_key
 
@@ -33,7 +33,7 @@ def test_text_is_the_models_whatever_the_length(length: int):
     key = bench.submit(PROMPT[:length], 9)
     bench.run()
     assert bench.trails[key].tokens == oracle(PROMPT[:length], 9)
-    assert end_of(bench, key).reason is FinishReason.LENGTH
+    assert bench.trails[key].reason is FinishReason.LENGTH
     bench.check_idle()
 
 
@@ -77,7 +77,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed_in_chunks():
 
 
 def test_admission_is_in_order_of_arrival_even_if_a_later_one_would_fit():
-    bench = Bench(num_blocks=12)
+    bench = Bench(num_blocks=12, prefix_caching=False)
     first = bench.submit(PROMPT[:28], 8)
     big = bench.submit(PROMPT, 8)
     small = bench.submit(PROMPT[:2], 2)
@@ -101,7 +101,7 @@ def test_the_youngest_is_preempted_and_its_text_does_not_change():
     preempted: list = []
     while bench.step():
         for key in keys:
-            now = bench.blocks.held(key)
+            now = bench.held(key)
             if now < held[key] and not bench.trails[key].released:
                 preempted.append(key)
             held[key] = now
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_the_request_and_is_part_of_the_output(position: int):
     key = bench.submit(PROMPT, 9, stop=[stop, 256])
     bench.run()
     assert bench.trails[key].tokens == expected[: position + 1]
-    assert end_of(bench, key).reason is FinishReason.STOP
+    assert bench.trails[key].reason is FinishReason.STOP
     bench.check_idle()
 
 
@@ -157,7 +157,7 @@ def test_report_says_where_the_time_went():
 
 
 def test_load_counts_what_is_there():
-    bench = Bench(max_running=2, num_blocks=32)
+    bench = Bench(max_running=2, num_blocks=32, prefix_caching=False)
     for _ in range(3):
         bench.submit(PROMPT[:7], 3)
     bench.step()
@@ -256,15 +256,21 @@ def test_an_instance_takes_the_legs_of_its_role_only(role: str, leg: RequestType
     [
         ({"prompt_tokens": 2}, "context_phase.prompt_tokens"),
         ({"first_tokens": ()}, "context_phase.first_tokens"),
-        ({"first_tokens": (999,)}, "context_phase.first_tokens"),
-        ({"first_tokens": (65, 66, 67, 68)}, "sampling.max_tokens"),
-        ({"first_tokens": (256,)}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens((999,)),)}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens(()),)}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens((65,), sample=1),)}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens((65,)), Tokens((65,), sample=1))}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens((65,), reason=FinishReason.STOP),)}, "context_phase.first_tokens"),
+        ({"first_tokens": (Tokens((65, 66, 67, 68)),)}, "sampling.max_tokens"),
+        ({"first_tokens": (Tokens((256,)),)}, "context_phase.first_tokens"),
         ({"key": new_key()}, "context_phase.key"),
     ],
 )
 def test_a_generation_leg_with_an_impossible_context_phase_is_refused(change: dict, field: str):
     bench, key = Bench("generation"), new_key()
-    phase = ContextPhase(**{"key": key, "first_tokens": (65,), "prompt_tokens": 1, "holder": HOLDER, **change})
+    phase = ContextPhase(
+        **{"key": key, "first_tokens": (Tokens((65,)),), "prompt_tokens": 1, "holder": HOLDER, **change}
+    )
     with pytest.raises(InvalidRequest) as caught:
         bench.submit([65], 4, key=key, phase=phase, stop=[256])
     assert caught.value.field == field
@@ -274,7 +280,7 @@ def test_a_generation_leg_with_an_impossible_context_phase_is_refused(change: di
 def test_a_context_phase_without_a_generation_leg_is_refused():
     key = new_key()
     with pytest.raises(InvalidRequest, match="context_phase"):
-        Bench("context").submit([65], 4, key=key, phase=ContextPhase(key, (65,), 1, HOLDER))
+        Bench("context").submit([65], 4, key=key, phase=ContextPhase(key, (Tokens((65,)),), 1, HOLDER))
 
 
 def test_refusals_leave_no_event():
@@ -288,7 +294,7 @@ def test_tokens_come_one_step_at_a_time():
     bench = Bench()
     bench.submit([65], 3)
     bench.run()
-    assert [len(one.ids) for one in bench.log if isinstance(one, RequestTokens)] == [1, 1, 1]
+    assert [len(one.chunk.ids) for one in bench.log if isinstance(one, RequestTokens)] == [1, 1, 1]
 
 
 def test_the_table_of_transitions_has_one_way_out():

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from greedy_driver import GreedySequence, run_greedy
+from greedy_driver import GREEDY, GreedySequence, run_greedy
 from isthmus_worker.runner import BatchRow, NonFiniteLogits
 from isthmus_worker.torch_engine import ModelUnusable, TorchRunner
-from isthmus_worker.torch_engine.batch import split_by_length
+from isthmus_worker.torch_engine.attention.reads import split_by_length
 from kvtransfer.page_table import MapperKind, MemoryKind, PageTable, entry_addresses
-from tiny_llama import tiny_llama
+from tiny_models import tiny_llama, tiny_model
 
 BLOCK = 16
 
@@ -52,6 +52,49 @@ def test_page_table_describes_one_slot_major_pool(folder: Path) -> None:
     assert [sorted(view.roles) for view in group.views] == [["key"], ["value"]]
     assert all(view.mapper_kind is MapperKind.HND and len(view.kv_heads) == 2 for view in group.views)
     assert sum(int(view.entries.size.sum()) for view in group.views) == pool.slot_bytes
+
+
+def test_layers_with_another_window_are_another_group_of_the_same_pool(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    folder = tiny_model(
+        tmp_path / "model", "Qwen2", num_hidden_layers=3, layer_types=types, use_sliding_window=True, sliding_window=24
+    )
+    runner = TorchRunner(folder)
+    table = runner.allocate_cache(10)
+    table.validate()
+    (pool,), groups = table.pools, table.groups
+    assert [(one.global_layer_ids, one.sliding_window) for one in groups] == [((0, 2), 24), ((1,), None)]
+    memory = _memory(table).reshape(10, -1)
+    runner.execute([BatchRow(_ids(BLOCK), 0, _blocks(7), GREEDY)])
+    # Between them the groups describe every byte of a slot once.
+    covered = np.zeros(pool.slot_bytes, int)
+    for view in (view for group in groups for view in group.views):
+        for offset, size in zip(view.entries.offset.tolist(), view.entries.size.tolist(), strict=True):
+            covered[offset : offset + size] += 1
+            assert memory[7, offset : offset + size].any()
+    assert (covered == 1).all()
+
+
+@pytest.mark.parametrize("window", [5, 16, 24, 37])
+def test_bytes_outside_a_window_are_not_read(tmp_path: Path, window: int) -> None:
+    """A peer may leave them unsent: they hold anything, NaN too."""
+    folder = tiny_model(tmp_path / "model", "Mistral", sliding_window=window)
+    prompts = {60: [2, 9, 4, 7, 11], 3: [1], 31: [0, 3, 6]}
+    lines = [GreedySequence(_ids(n, n).tolist(), table) for n, table in prompts.items()]
+
+    def after_hand_off(spoil: bool) -> list[list[int]]:
+        runner = TorchRunner(folder)
+        memory = _memory(runner.allocate_cache(12)).view(np.float32).reshape(12, 2, 2, 2, BLOCK, 16)
+        rows = [GreedySequence(one.tokens[: one.prompt_len], one.blocks.tolist()) for one in lines]
+        run_greedy(runner, rows, 1)
+        for row in rows if spoil else []:
+            for position in range(row.done - window + 1):
+                memory[row.blocks[position // BLOCK], :, :, :, position % BLOCK] = np.nan
+        # A chunk over the same positions, then decode rows of different lengths together.
+        chunk = BatchRow(_ids(3), rows[0].done, rows[0].blocks, GREEDY)
+        return [[one.token for one in runner.execute([chunk])[0]], *run_greedy(runner, rows, 12)]
+
+    assert after_hand_off(spoil=True) == after_hand_off(spoil=False)
 
 
 def test_cache_bytes_move_a_request_to_another_runner(folder: Path) -> None:
@@ -122,14 +165,14 @@ def test_a_block_that_a_transfer_filled_is_cleaned_behind_its_tokens(folder: Pat
     runner = TorchRunner(folder)
     memory = _memory(runner.allocate_cache(8)).view(np.float32).reshape(8, 2, 2, 2, BLOCK, 16)
     prompt = _ids(5)
-    token = runner.execute([BatchRow(prompt, 0, _blocks(3), True)])[0]
+    ((drawn,),) = runner.execute([BatchRow(prompt, 0, _blocks(3), GREEDY)])
     handed_off = memory[3].copy()
-    runner.execute([BatchRow(_ids(40), 0, _blocks(1, 3, 2), True)])
+    runner.execute([BatchRow(_ids(40), 0, _blocks(1, 3, 2), GREEDY)])
     memory[3] = handed_off
     memory[3, :, :, :, 5:] = np.nan
-    longer = BatchRow(np.array([7]), 40, _blocks(1, 4, 2), True)
-    answers = runner.execute([longer, BatchRow(np.array([token]), 5, _blocks(3), True)])
-    assert answers[1] == run_greedy(runner, [GreedySequence(prompt.tolist(), [6])], 2)[0][1]
+    longer = BatchRow(np.array([7]), 40, _blocks(1, 4, 2), GREEDY)
+    answers = runner.execute([longer, BatchRow(np.array([drawn.token]), 5, _blocks(3), GREEDY)])
+    assert answers[1][0].token == run_greedy(runner, [GreedySequence(prompt.tolist(), [6])], 2)[0][1]
 
 
 def test_a_row_without_finite_logits_is_named_and_the_others_are_good(folder: Path) -> None:
@@ -143,7 +186,7 @@ def test_a_row_without_finite_logits_is_named_and_the_others_are_good(folder: Pa
         runner.execute([good[0].row(), bad.row(), good[1].row()])
     assert raised.value.rows == [1]
     alone = [runner.execute([one.row()])[0] for one in good]
-    assert raised.value.tokens == [alone[0], -1, alone[1]]
+    assert raised.value.drawn == [alone[0], (), alone[1]]
 
 
 def test_infinite_logits_are_no_answer(folder: Path) -> None:
@@ -157,29 +200,29 @@ def test_infinite_logits_are_no_answer(folder: Path) -> None:
     runner = TorchRunner(folder)
     runner.allocate_cache(2)
     with pytest.raises(NonFiniteLogits):
-        runner.execute([BatchRow(_ids(5), 0, _blocks(0), True)])
+        runner.execute([BatchRow(_ids(5), 0, _blocks(0), GREEDY)])
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (BatchRow(_ids(0), 0, _blocks(0), True), r"\[0, 0\)"),
-        (BatchRow(_ids(1), -1, _blocks(0), True), r"\[-1, 0\)"),
-        (BatchRow(_ids(20), 0, _blocks(0, 1), True), r"\[0, 20\)"),
-        (BatchRow(_ids(1), 18, _blocks(0, 1), True), r"\[18, 19\)"),
-        (BatchRow(np.array([320]), 0, _blocks(0), True), "token ids"),
-        (BatchRow(np.array([-1]), 0, _blocks(0), True), "token ids"),
-        (BatchRow(_ids(17), 0, _blocks(0), True), "too few"),
-        (BatchRow(_ids(1), 16, _blocks(0), True), "too few"),
-        (BatchRow(_ids(17), 0, _blocks(0, 4), True), "block ids"),
-        (BatchRow(_ids(1), 0, _blocks(-1), True), "block ids"),
+        (BatchRow(_ids(0), 0, _blocks(0), GREEDY), r"\[0, 0\)"),
+        (BatchRow(_ids(1), -1, _blocks(0), GREEDY), r"\[-1, 0\)"),
+        (BatchRow(_ids(20), 0, _blocks(0, 1), GREEDY), r"\[0, 20\)"),
+        (BatchRow(_ids(1), 18, _blocks(0, 1), GREEDY), r"\[18, 19\)"),
+        (BatchRow(np.array([320]), 0, _blocks(0), GREEDY), "token ids"),
+        (BatchRow(np.array([-1]), 0, _blocks(0), GREEDY), "token ids"),
+        (BatchRow(_ids(17), 0, _blocks(0), GREEDY), "too few"),
+        (BatchRow(_ids(1), 16, _blocks(0), GREEDY), "too few"),
+        (BatchRow(_ids(17), 0, _blocks(0, 4), GREEDY), "block ids"),
+        (BatchRow(_ids(1), 0, _blocks(-1), GREEDY), "block ids"),
     ],
 )
 def test_a_row_outside_cache_or_model_is_refused_and_writes_nothing(folder: Path, row: BatchRow, message: str) -> None:
     runner = TorchRunner(folder, max_model_len=18)
     memory = _memory(runner.allocate_cache(4))
     with pytest.raises(ValueError, match=message):
-        runner.execute([BatchRow(_ids(3), 0, _blocks(2), True), row])
+        runner.execute([BatchRow(_ids(3), 0, _blocks(2), GREEDY), row])
     assert not memory.any()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from greedy_driver import GreedySequence, open_oracle, oracle_greedy, run_greedy
 from isthmus_worker.torch_engine import ModelUnusable, TorchRunner
 from isthmus_worker.torch_engine.model_config import read_config
-from tiny_llama import tiny_llama
+from tiny_models import tiny_llama, tiny_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,7 +63,15 @@ def test_one_changed_weight_is_another_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rms_norm_eps": 1e-5}]
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}},
+        {"rms_norm_eps": 1e-5},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+        {"architectures": ["MistralForCausalLM"]},
+    ],
 )
 def test_another_rope_or_norm_is_another_cache(folder: Path, changes: dict[str, Any]) -> None:
     before = TorchRunner(folder).describe()
@@ -106,12 +114,19 @@ def test_old_exporters_rotary_buffers_are_ignored(folder: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, 'architectures = ["GPT2LMHeadModel"] is not supported, only'),
         ({"architectures": None}, "architectures = null"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, 'rope_type = "llama3"'),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling.type = "linear"'),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, 'rope_parameters.rope_type = "longrope"'),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor is missing"),
+        ({"rope_parameters": {"rope_type": "default", "short_factor": [1.0]}}, "rope_parameters.short_factor is not"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention is not"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, 'rope_scaling.type = "su"'),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2'"),
         ({"rope_scaling": 2}, "rope_scaling = 2"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta = -1.0"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -120,6 +135,8 @@ def test_old_exporters_rotary_buffers_are_ignored(folder: Path) -> None:
         ({"attention_bias": 1}, "attention_bias = 1"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads = 3"),
         ({"head_dim": 15}, "head_dim = 15"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
         ({"dtype": "int8"}, 'dtype = "int8"'),
     ],
 )
@@ -145,11 +162,26 @@ def test_config_that_is_no_json_object(folder: Path, text: str) -> None:
         TorchRunner(folder)
 
 
-def test_float16_checkpoint_needs_a_choice(folder: Path) -> None:
-    _change(folder, dtype="float16")
-    with pytest.raises(ModelUnusable, match=r"model\.dtype = auto \(float16\)"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers of num_hidden_layers = 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types = "),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types asks for sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0"),
+        ({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers = -1"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
+        ({"num_experts": 8}, "num_experts = 8"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = tiny_model(tmp_path / "model", "Qwen2")
+    _change(folder, layer_types=None)
+    TorchRunner(folder)
+    _change(folder, **changes)
+    with pytest.raises(ModelUnusable) as raised:
         TorchRunner(folder)
-    assert TorchRunner(folder, dtype="bfloat16").describe().kv_dtype == "BF16"
+    assert message in str(raised.value)
 
 
 def test_all_wrong_tensors_are_told_at_once(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from greedy_driver import GreedySequence, blocks_for, open_oracle, oracle_greedy, run_greedy
+from greedy_driver import GREEDY, GreedySequence, blocks_for, open_oracle, oracle_greedy, run_greedy
 from isthmus_worker.runner import BatchRow
-from isthmus_worker.torch_engine import TorchRunner
-from isthmus_worker.torch_engine.batch import CacheShape, plan_step
+from isthmus_worker.torch_engine import ModelUnusable, TorchRunner
+from isthmus_worker.torch_engine.attention import choose_attention
+from isthmus_worker.torch_engine.attention.sdpa import SdpaBackend
+from isthmus_worker.torch_engine.batch import plan_step
 from isthmus_worker.torch_engine.kv_pool import KvPool
 from isthmus_worker.torch_engine.loader import load_weights
-from isthmus_worker.torch_engine.model import Llama
+from isthmus_worker.torch_engine.model import Decoder
 from isthmus_worker.torch_engine.model_config import read_config
-from tiny_llama import tiny_llama
+from tiny_models import tiny_llama, tiny_model
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 300)
@@ -95,12 +99,12 @@ def test_a_row_does_not_depend_on_its_company(tmp_path: Path) -> None:
 def test_only_rows_that_want_a_token_get_one(tmp_path: Path) -> None:
     runner = _runner(tiny_llama(tmp_path / "model"))
     ids = np.arange(10, 20)
-    rows = [BatchRow(ids, 0, np.array([block], np.int32), want) for block, want in enumerate((True, False, True))]
+    rows = [BatchRow(ids, 0, np.array([block], np.int32), want) for block, want in enumerate((GREEDY, (), GREEDY))]
     first, middle, last = runner.execute(rows)
     assert first == last
-    assert first >= 0
-    assert middle == -1
-    assert runner.execute([rows[1]]) == [-1]
+    assert len(first) == 1
+    assert middle == ()
+    assert runner.execute([rows[1]]) == [()]
     assert runner.execute([]) == []
 
 
@@ -109,24 +113,35 @@ def _logits(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
     config = read_config(folder)
     device = torch.device("cpu")
     with torch.inference_mode():
-        model = Llama(config, 512, dtype, device)
+        model = Decoder(config, 512, dtype, device)
         load_weights(folder, model.targets(), config.tied)
         pool = KvPool(config, 32, 16, dtype, device)
-        shape = CacheShape(32, config.layers, config.kv_heads, 16)
+        attention = SdpaBackend(pool, config.windows)
         blocks = np.arange(32, dtype=np.int32)[::-1].copy()
         found: list[torch.Tensor] = []
         for begin in range(len(prompt)):
-            row = BatchRow(np.array(prompt[begin : begin + 1], np.int64), begin, blocks, True)
-            plan = plan_step([row], shape, config.vocab_size, 512)
+            row = BatchRow(np.array(prompt[begin : begin + 1], np.int64), begin, blocks, GREEDY)
+            plan = plan_step([row], pool.shape, config.vocab_size, 512)
             pool.begin_step(plan)
-            found.append(model.forward(plan, pool).clone())
+            found.append(model.forward(plan, attention.begin(plan)).clone())
     return torch.cat(found).float()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("bfloat16", 0.15)])
-@pytest.mark.parametrize("name", ["grouped", "no grouping, biases"])
-def test_logits_are_those_of_transformers(tmp_path: Path, dtype: str, tolerance: float, name: str) -> None:
-    folder = tiny_llama(tmp_path / "model", dtype=dtype, **SHAPES[name])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("Llama", {}),
+        ("Llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Mistral", {"sliding_window": 20}),
+    ],
+)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, dtype: str, tolerance: float, architecture: str, config: dict[str, Any]
+) -> None:
+    folder = tiny_model(tmp_path / "model", architecture, dtype=dtype, **config)
     (prompt,) = _prompts((50,))
     with torch.inference_mode():
         expected = open_oracle(folder, dtype)(torch.tensor([prompt])).logits[0].float()
@@ -145,3 +160,65 @@ def test_dtype_is_the_checkpoints_unless_asked_for(tmp_path: Path) -> None:
     expected = oracle_greedy(open_oracle(folder, "float32"), prompt, NEW_TOKENS)
     runner = _runner(folder, dtype="float32")
     assert run_greedy(runner, _sequences([prompt], 16), NEW_TOKENS) == [expected]
+
+
+def test_a_float16_checkpoint_is_served_as_it_is(tmp_path: Path) -> None:
+    runner = _runner(tiny_llama(tmp_path / "model", dtype="float16"))
+    assert runner.describe().kv_dtype == "F16"
+    assert len(run_greedy(runner, _sequences(_prompts((20,)), 7), NEW_TOKENS)[0]) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_of_transformers_are_the_same_model(tmp_path: Path, tied: bool) -> None:
+    single = tiny_model(tmp_path / "one", "Qwen3", tie_word_embeddings=tied, head_dim=16)
+    sharded = tiny_model(tmp_path / "many", "Qwen3", tie_word_embeddings=tied, head_dim=16, shard_bytes=60_000)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    about, other = TorchRunner(single).describe(), TorchRunner(sharded).describe()
+    assert (about.weights_digest, about.attention_digest) == (other.weights_digest, other.attention_digest)
+    prompts = _prompts((3, 40))
+    oracle = open_oracle(sharded)
+    expected = [oracle_greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
+    assert run_greedy(_runner(sharded), _sequences(prompts, 16), NEW_TOKENS) == expected
+
+
+def test_large_models_do_without_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_llama(tmp_path / "model")
+    prompts = _prompts()
+    packed = _runner(folder)
+    monkeypatch.setattr("isthmus_worker.torch_engine.model.MAX_PACKED_BYTES", 1000)
+    plain = _runner(folder)
+    expected = [oracle_greedy(open_oracle(folder), prompt, NEW_TOKENS) for prompt in prompts]
+    # Batches of 1 to 12 rows: every way to multiply.
+    for count in (1, 2, 3, 5, 12):
+        for runner in (packed, plain):
+            assert run_greedy(runner, _sequences(prompts[:count], 64), NEW_TOKENS) == expected[:count]
+
+
+def test_kernels_that_can_not_compute_the_model_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_llama(tmp_path / "model")
+    with pytest.raises(ModelUnusable, match=r"engine\.attention = flashinfer: it needs engine\.device = cuda"):
+        TorchRunner(folder, attention="flashinfer")
+    with caplog.at_level("INFO"):
+        for asked in ("auto", "sdpa"):
+            assert TorchRunner(folder, attention=asked).describe().kernels == "sdpa"
+    assert "attention by sdpa: not flashinfer: it needs engine.device = cuda, which is cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "dtype", "reason"),
+    [
+        ("Llama", {"head_dim": 64}, torch.float32, "float16 and bfloat16, model.dtype is float32"),
+        ("Llama", {"head_dim": 32}, torch.bfloat16, "heads of 64, 128, 256, those of the model are 32"),
+        ("Mistral", {"head_dim": 64, "sliding_window": 64}, torch.bfloat16, "layers with a sliding window"),
+        ("Llama", {"head_dim": 64}, torch.float16, "flashinfer-python is not installed"),
+    ],
+)
+def test_the_reason_against_flashinfer_is_told(
+    tmp_path: Path, architecture: str, config: dict[str, Any], dtype: torch.dtype, reason: str
+) -> None:
+    made = read_config(tiny_model(tmp_path / "model", architecture, **config))
+    if "not installed" in reason and find_spec("flashinfer"):
+        pytest.skip("flashinfer is installed")
+    assert reason in choose_attention("auto", made, dtype, torch.device("cuda")).reason
+    with pytest.raises(ModelUnusable, match=re.escape(reason)):
+        choose_attention("flashinfer", made, dtype, torch.device("cuda"))

@@ -6,22 +6,32 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
+from google.protobuf.message import Message as ProtoMessage
+from rich.console import Console, Group
 
-from isthmus_client.client import Client, Message, get_cluster
+from isthmus_client.client import Client, get_cluster
 from isthmus_client.demo import run_demo
+from isthmus_client.generation import Message
 from isthmus_client.local import prepare_cluster
 from isthmus_client.runs import stop_runs
 from isthmus_client.session import run_cluster
-from isthmus_client.show import cluster_json, render_cluster
+from isthmus_client.show import cluster_json, message_json, render_cluster
 from isthmus_client.supervisor import ChildFailed, LocalCluster
 from isthmus_client.timeline import render_timeline
+from isthmus_client.transfer import (
+    list_sessions,
+    plan_pair,
+    probe_pair,
+    render_plan,
+    render_probe,
+    render_sessions,
+)
 from isthmus_core.errors import ConfigError, IsthmusError, StartError
 
 GRPC_PORT, HTTP_PORT, COORDINATOR_PORT = 50051, 8000, 50050
@@ -112,6 +122,10 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat/--raw", help="through the chat template, or as plain text")] = True,
     model: Annotated[str, typer.Option(help="may be left out when one model is served")] = "",
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default: the model's, else 1")] = None,
+    top_p: Annotated[float | None, typer.Option(help="share of the likeliest tokens; default: the model's")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answer")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end the answer at this text; may be repeated")] = None,
     endpoint: Annotated[str, typer.Option(help="host:port of the router")] = f"127.0.0.1:{GRPC_PORT}",
     timeline: Annotated[bool, typer.Option("--timeline", help="print where the time went")] = False,
 ) -> None:
@@ -120,7 +134,16 @@ def generate(
     async def main() -> None:
         async with Client(endpoint) as client:
             asked = [Message("user", prompt)] if chat else prompt
-            async for part in client.generate(asked, model=model, max_tokens=max_tokens):
+            parts = client.generate(
+                asked,
+                model=model,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stop=stop or (),
+            )
+            async for part in parts:
                 print(part.text, end="", flush=True)
                 if part.end is not None:
                     print()
@@ -153,6 +176,51 @@ def cluster(
             print(json.dumps(cluster_json(state), indent=2))
         else:
             console.print(render_cluster(state))
+
+    _run(main())
+
+
+@app.command()
+def sessions(
+    worker: Annotated[str, typer.Argument(help="host:port of a worker, see `isthmus cluster`")],
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Show who holds which pages of a worker, and what its streams to other workers have agreed on."""
+    _ask(list_sessions(worker), render_sessions, as_json=as_json)
+
+
+@app.command()
+def probe(
+    context: Annotated[str, typer.Argument(help="host:port of the context worker, which writes")],
+    generation: Annotated[str, typer.Option(help="name of the generation worker; needed when there are several")] = "",
+    nbytes: Annotated[int, typer.Option("--bytes", min=0, help="size of the large write; 0 = what is possible")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Measure the way of KV caches between two workers with real bytes, and name it."""
+    _ask(probe_pair(context, generation, nbytes), render_probe, as_json=as_json)
+
+
+@app.command()
+def plan(
+    worker: Annotated[str, typer.Argument(help="host:port of a worker")],
+    peer: Annotated[str, typer.Argument(help="host:port of the worker at the other end")],
+    tokens: Annotated[int, typer.Option(min=1, help="length of the prompt")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Show what a hand-off between two workers would move, or every reason why they can not work together."""
+    _ask(plan_pair(worker, peer, tokens), render_plan, as_json=as_json)
+
+
+M = TypeVar("M", bound=ProtoMessage)
+
+
+def _ask(question: Coroutine[Any, Any, M], render: Callable[[M], Group], *, as_json: bool) -> None:
+    async def main() -> None:
+        answer = await question
+        if as_json:
+            print(json.dumps(message_json(answer), indent=2))
+        else:
+            console.print(render(answer))
 
     _run(main())
 

@@ -1,7 +1,7 @@
 """Python client of the router: text in, text out, streamed.
 
     async with Client("127.0.0.1:50051") as client:
-        async for part in client.generate("Once upon a time", max_tokens=32):
+        async for part in client.generate("Once upon a time", max_tokens=32, temperature=0.7):
             print(part.text, end="")
 
 `SyncClient` is the same for programs without an event loop.
@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Unpack
 
 import grpc.aio
 from isthmus.v1 import (
@@ -24,41 +22,10 @@ from isthmus.v1 import (
     inference_service_pb2_grpc,
 )
 
-from isthmus_client.timeline import Timeline, timeline_from_report
+from isthmus_client.generation import Answer, Message, Options, Part, Prompt, build_request, parse_part
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import from_rpc_error
 from isthmus_core.rpc import open_channel
-
-T = TypeVar("T")
-FINISH_REASONS = {1: "stop", 2: "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End of an answer. `reason`: "stop" or "length"."""
-
-    reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    timeline: Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part of an answer: new text (never half a character), its token ids; `end` is set on the last part."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    request_id: int
-    end: End | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,59 +34,6 @@ class Model:
 
     name: str
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    request_id: int
-    end: End
-
-
-Prompt = str | Sequence[int] | Sequence[Message]
-
-
-def build_request(
-    prompt: Prompt,
-    *,
-    model: str = "",
-    max_tokens: int | None = None,
-    ignore_eos: bool = False,
-    request_id: int = 0,
-) -> inference_service_pb2.InferenceServiceGenerateRequest:
-    """The request for a prompt: text, token ids, or messages (which go through the model's chat template)."""
-    request = inference_service_pb2.InferenceServiceGenerateRequest(
-        model=model, max_tokens=max_tokens, ignore_eos=ignore_eos, request_id=request_id
-    )
-    if isinstance(prompt, str):
-        request.prompt = prompt
-        return request
-    messages = [item for item in prompt if isinstance(item, Message)]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if messages and not ids:
-        rows = [inference_service_pb2.ChatMessage(role=item.role, content=item.content) for item in messages]
-        request.chat.CopyFrom(inference_service_pb2.ChatInput(messages=rows))
-    elif not messages:
-        request.prompt_token_ids.CopyFrom(inference_service_pb2.TokenInput(ids=ids))
-    else:
-        raise ValueError("prompt mixes messages and token ids; give one kind")
-    return request
-
-
-def _part(response: inference_service_pb2.InferenceServiceGenerateResponse, request_id: int) -> Part:
-    end = None
-    if response.HasField("finished"):
-        finished = response.finished
-        end = End(
-            reason=FINISH_REASONS.get(finished.reason, f"unknown reason {finished.reason}"),
-            prompt_tokens=finished.prompt_tokens,
-            completion_tokens=finished.completion_tokens,
-            timeline=timeline_from_report(finished.report),
-        )
-    return Part(response.text, tuple(response.token_ids), request_id, end)
 
 
 class Client:
@@ -140,56 +54,78 @@ class Client:
         await self._channel.close()
 
     async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        max_tokens: int | None = None,
-        ignore_eos: bool = False,
-        request_id: int = 0,
-        timeout_s: float | None = None,
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Part, None]:
-        """Stream the answer. Closing the iterator early cancels the request on every hop."""
-        request = build_request(
-            prompt, model=model, max_tokens=max_tokens, ignore_eos=ignore_eos, request_id=request_id
-        )
-        call = self._stub.Generate(request, timeout=timeout_s)
+        """Stream the answers. Closing the iterator early cancels the request on every hop."""
+        call = self._stub.Generate(build_request(prompt, **options), timeout=timeout_s)
+        request_id, reason = 0, ""
         try:
             async for response in call:
                 request_id = response.request_id or request_id
-                yield _part(response, request_id)
+                part = parse_part(response, request_id, reason)
+                reason = part.reason or reason
+                yield part
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:
             call.cancel()
 
-    async def answer(
-        self,
-        prompt: Prompt,
-        *,
-        model: str = "",
-        max_tokens: int | None = None,
-        ignore_eos: bool = False,
-        request_id: int = 0,
-        timeout_s: float | None = None,
-    ) -> Answer:
-        """The whole answer at once."""
-        texts: list[str] = []
-        ids: list[int] = []
-        parts = self.generate(
-            prompt,
-            model=model,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            request_id=request_id,
-            timeout_s=timeout_s,
-        )
-        async for part in parts:
-            texts.append(part.text)
-            ids.extend(part.token_ids)
-            if part.end is not None:
-                return Answer("".join(texts), tuple(ids), part.request_id, part.end)
+    async def answer(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Answer:
+        """The whole answer at once. Raises ValueError when `n` asks for several."""
+        if options.get("n", 1) != 1:
+            raise ValueError(f"n = {options.get('n')}: use `answers` for several")
+        return (await self.answers(prompt, timeout_s=timeout_s, **options))[0]
+
+    async def answers(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> list[Answer]:
+        """All `n` answers, whole."""
+        parts: dict[int, list[Part]] = {}
+        async with aclosing(self.generate(prompt, timeout_s=timeout_s, **options)) as stream:
+            async for part in stream:
+                if part.end is None:
+                    parts.setdefault(part.index, []).append(part)
+                    continue
+                return [
+                    Answer(
+                        "".join(piece.text for piece in pieces),
+                        tuple(token for piece in pieces for token in piece.token_ids),
+                        part.request_id,
+                        pieces[-1].reason or "",
+                        pieces[-1].stopped_by,
+                        tuple(entry for piece in pieces for entry in piece.logprobs),
+                        part.end,
+                    )
+                    for _, pieces in sorted(parts.items())
+                ]
         raise RuntimeError("the router closed the stream without an end")
+
+    async def tokenize(
+        self, prompt: str | Sequence[Message], *, model: str = "", timeout_s: float | None = None
+    ) -> list[int]:
+        """Token ids of text or messages, as `generate` would make them."""
+        asked = build_request(prompt)
+        request = inference_service_pb2.TokenizeRequest(model=model)
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        else:
+            request.chat.CopyFrom(asked.chat)
+        try:
+            return list((await self._stub.Tokenize(request, timeout=timeout_s)).token_ids)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def detokenize(
+        self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False, timeout_s: float | None = None
+    ) -> str:
+        """Text of token ids."""
+        request = inference_service_pb2.DetokenizeRequest(
+            model=model, token_ids=ids, skip_special_tokens=skip_special_tokens
+        )
+        try:
+            return (await self._stub.Detokenize(request, timeout=timeout_s)).text
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     async def list_models(self, *, timeout_s: float = 10.0) -> list[Model]:
         """Models that can be asked for now."""
@@ -212,64 +148,3 @@ async def get_cluster(
         raise from_rpc_error(error) from error
     finally:
         await channel.close()
-
-
-class SyncClient:
-    """`Client` for programs without an event loop: it owns one on a thread. Use it as a context manager."""
-
-    def __init__(self, endpoint: str = "127.0.0.1:50051", *, tls: TlsConfig | None = None) -> None:
-        self._endpoint, self._tls = endpoint, tls
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="isthmus-client", daemon=True)
-        self._client: Client | None = None
-
-    def __enter__(self) -> SyncClient:
-        self._thread.start()
-        self._client = self._run(self._open())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._client is not None:
-            self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _open(self) -> Client:
-        return Client(self._endpoint, tls=self._tls)  # channels belong to the loop they are made on
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    @property
-    def _opened(self) -> Client:
-        if self._client is None:
-            raise RuntimeError("SyncClient is not open: use it as `with SyncClient(...) as client`")
-        return self._client
-
-    def generate(self, prompt: Prompt, *, model: str = "", max_tokens: int | None = None) -> Iterator[Part]:
-        """Stream the answer."""
-        parts = self._opened.generate(prompt, model=model, max_tokens=max_tokens)
-
-        async def following() -> Part | None:
-            return await anext(parts, None)
-
-        try:
-            while (part := self._run(following())) is not None:
-                yield part
-        finally:
-            self._run(_ended(parts))
-
-    def answer(self, prompt: Prompt, *, model: str = "", max_tokens: int | None = None) -> Answer:
-        """The whole answer at once."""
-        return self._run(self._opened.answer(prompt, model=model, max_tokens=max_tokens))
-
-    def list_models(self) -> list[Model]:
-        """Models that can be asked for now."""
-        return self._run(self._opened.list_models())
-
-
-async def _ended(parts: AsyncGenerator[Part, None]) -> None:
-    await parts.aclose()

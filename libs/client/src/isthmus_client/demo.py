@@ -7,7 +7,8 @@ import time
 
 from rich.console import Console
 
-from isthmus_client.client import Client, Message
+from isthmus_client.client import Client
+from isthmus_client.generation import Message
 from isthmus_client.local import prepare_cluster
 from isthmus_client.session import run_cluster
 from isthmus_client.supervisor import LocalCluster
@@ -59,7 +60,7 @@ async def stream_answer(console: Console, endpoint: str, question: str, max_toke
     """Ask through the router's gRPC API, print the answer as it comes, then the timeline."""
     console.print(f"\nQ: {question}\nA: ", end="", markup=False, highlight=False)
     async with Client(endpoint) as client:
-        async for part in client.generate([Message("user", question)], max_tokens=max_tokens):
+        async for part in client.generate([Message("user", question)], max_tokens=max_tokens, temperature=0):
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             if part.end is not None:
                 console.print("\n")

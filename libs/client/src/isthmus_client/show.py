@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from isthmus.v1 import common_pb2, coordinator_service_pb2
 from rich.console import Group
 from rich.table import Table
@@ -21,7 +22,12 @@ def _state(value: coordinator_service_pb2.PairState) -> str:
 
 def cluster_json(cluster: coordinator_service_pb2.GetClusterResponse) -> dict[str, Any]:
     """Everything, with the field names of the schema; zeros are written out."""
-    return MessageToDict(cluster, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return message_json(cluster)
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """Any answer, with the field names of the schema; zeros are written out."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def render_cluster(cluster: coordinator_service_pb2.GetClusterResponse) -> Group:

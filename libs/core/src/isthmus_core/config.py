@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from isthmus_core.config_section import Section
+from isthmus_core.config_transfer import TransferConfig as TransferConfig
 from isthmus_core.errors import ConfigError
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class CoordinatorConfig(Section):
@@ -52,6 +48,15 @@ class RouterConfig(Section):
     )
     request_timeout_s: float = Field(
         default=600.0, gt=0, le=86_400, description="deadline of a request whose client sets none"
+    )
+    client_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="a client that takes longer to send its request, or to read a piece of its answer, is dropped",
+    )
+    max_connections: int = Field(
+        default=4096, ge=1, le=1 << 20, description="open HTTP connections, idle ones included; more are refused"
     )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="running requests may take this long after SIGTERM")
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30, description="largest HTTP request body")
@@ -97,7 +102,9 @@ class ModelConfig(Section):
         default="auto",
         description="auto: tokenizer.json of the folder; byte: built in, id = byte value (mock clusters)",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: as the checkpoint says")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: as the checkpoint says"
+    )
 
     @property
     def served_name(self) -> str:
@@ -127,6 +134,11 @@ class EngineConfig(Section):
 
     kind: Literal["torch", "mock"] = Field(default="torch", description="which engine")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    attention: Literal["auto", "sdpa", "flashinfer"] = Field(
+        default="auto",
+        description="kernels of the torch engine; auto: flashinfer where it is installed and can compute the model, "
+        "else sdpa (torch's own); the log says which and why",
+    )
     num_threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the engine; default: torch's choice"
     )
@@ -145,28 +157,10 @@ class EngineConfig(Section):
     max_waiting: int = Field(
         default=1024, ge=1, le=1 << 20, description="requests waiting for a place; more are refused"
     )
+    prefix_caching: bool = Field(
+        default=True, description="keep KV blocks of finished requests and reuse them for prompts that begin alike"
+    )
     mock: MockConfig = Field(default_factory=MockConfig)
-
-
-class TransferConfig(Section):
-    """The hand-off. There is no default backend: an instance that hands off must name one."""
-
-    backend: str | None = Field(
-        default=None, min_length=1, max_length=60, description="transfer agent, for example nixl"
-    )
-    handoff_hold_s: float = Field(default=30.0, gt=0, le=3600, description="a context instance holds pages this long")
-    timeout_s: float = Field(
-        default=30.0, gt=0, le=3600, description="a generation instance waits this long for a cache"
-    )
-    drain_s: float = Field(
-        default=0.5, ge=0, le=60, description="bytes of a dead writer may land this long after its exit is known"
-    )
-    ping_interval_s: float = Field(
-        default=5.0,
-        gt=0,
-        le=600,
-        description="quiet streams are pinged this often; one that leaves three pings unanswered is reopened",
-    )
 
 
 class TelemetryConfig(Section):

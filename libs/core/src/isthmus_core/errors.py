@@ -172,10 +172,11 @@ class HandoffExpired(IsthmusError):
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
-    def __init__(self, key: RequestKey, held_s: float) -> None:
+    def __init__(self, key: RequestKey, held_s: float, reason: str = "") -> None:
+        why = f": {reason}" if reason else ""
         super().__init__(
-            f"the pages of request {key} are no longer held by the context side (hold {held_s:g} s)",
-            errors_pb2.HandoffExpired(key=_key(key), held=_duration(held_s)),
+            f"the pages of request {key} are no longer held by the context side (hold {held_s:g} s){why}",
+            errors_pb2.HandoffExpired(key=_key(key), held=_duration(held_s), reason=reason),
         )
 
 

@@ -13,72 +13,72 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvtransfer.peer_plan import GroupPlan
-    from kvtransfer.ports import TokenRange
+    from kvtransfer.group_plan import GroupPlan, GroupSide
 
 NO_BLOCK = -1
 
 
-def block_span(tokens: TokenRange, tokens_per_block: int) -> tuple[int, int]:
-    """(first, count) of the blocks that hold `tokens`. Raises PlanError when the range begins inside a block: the rest
-    of that block may be shared at the destination and must not be written."""
-    if not 0 <= tokens.begin <= tokens.end:
-        raise PlanError(f"tokens [{tokens.begin}, {tokens.end}) run backwards")
-    if tokens.begin % tokens_per_block:
-        raise PlanError(f"tokens begin at {tokens.begin}, not at a multiple of the block size {tokens_per_block}")
-    first = tokens.begin // tokens_per_block
-    return first, -(-tokens.end // tokens_per_block) - first
+def first_block(side: GroupSide, begin: int, prompt: int) -> int:
+    """Number of the local block that holds the first local token from `begin` on: what blocks[0] of a list is."""
+    return side.shard.local_count(begin, prompt) // side.block
 
 
-def check_blocks(
-    group: GroupPlan, dst_blocks: Mapping[int, NDArray[np.int32]], tokens: TokenRange
+def listed_blocks(side: GroupSide, begin: int, prompt: int) -> int:
+    """How many local blocks tokens [begin, prompt) touch."""
+    held = side.shard.local_count(prompt, prompt)
+    if held <= side.shard.local_count(begin, prompt):
+        return 0
+    return -(-held // side.block) - first_block(side, begin, prompt)
+
+
+def destination_list(
+    group: GroupPlan, lists: Mapping[int, NDArray[np.int32]], begin: int, prompt: int
 ) -> NDArray[np.int64]:
-    """The destination list of the group as int64. Raises PlanError: missing, wrong length, out of range, duplicates."""
-    _, count = block_span(tokens, group.tokens_per_block)
-    if group.dst_group not in dst_blocks:
-        raise PlanError(f"no destination blocks for layer group {group.dst_group}")
-    dst = _in_range(dst_blocks[group.dst_group], group.dst_blocks, f"destination group {group.dst_group}")
-    if len(dst) != count:
-        raise PlanError(
-            f"destination group {group.dst_group} lists {len(dst)} blocks, tokens [{tokens.begin}, {tokens.end}) "
-            f"fill {count} of {group.tokens_per_block} tokens"
-        )
-    named = np.sort(dst[dst != NO_BLOCK])
+    """The destination list of the group. Raises PlanError: missing, wrong length, out of range, a block named twice."""
+    number = group.dst.number
+    if number not in lists:
+        raise PlanError(f"no destination blocks for layer group {number}")
+    blocks = _in_range(lists[number], group.dst.blocks, f"destination group {number}")
+    count = 1 if group.recurrent else listed_blocks(group.dst, begin, prompt)
+    if len(blocks) != count:
+        what = "the state of one sequence" if group.recurrent else f"tokens [{begin}, {prompt})"
+        unit = "slots" if group.recurrent else f"blocks of {group.dst.block} tokens"
+        raise PlanError(f"destination group {number} lists {len(blocks)} blocks, {what} fill {count} {unit}")
+    named = np.sort(blocks[blocks != NO_BLOCK])
     twice = named[:-1][named[:-1] == named[1:]]
     if len(twice):
-        raise PlanError(f"destination group {group.dst_group} names block {int(twice[0])} twice")
-    return dst
+        raise PlanError(f"destination group {number} names block {int(twice[0])} twice")
+    return blocks
 
 
-def select_blocks(
-    group: GroupPlan,
-    src_blocks: Mapping[int, NDArray[np.int32]],
-    dst_blocks: Mapping[int, NDArray[np.int32]],
-    tokens: TokenRange,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(source, destination) blocks to move, int64[B], without the positions where the destination wants nothing."""
-    dst = check_blocks(group, dst_blocks, tokens)
-    first, count = block_span(tokens, group.tokens_per_block)
-    if group.src_group not in src_blocks:
-        raise PlanError(f"no source blocks for layer group {group.src_group}")
-    src = _in_range(src_blocks[group.src_group], group.src_blocks, f"source group {group.src_group}")
-    if len(src) < first + count:
-        raise PlanError(
-            f"source group {group.src_group} lists {len(src)} blocks, tokens up to {tokens.end} fill {first + count} "
-            f"of {group.tokens_per_block} tokens"
-        )
-    src = src[first : first + count]
-    wanted = dst != NO_BLOCK
-    gone = np.flatnonzero(wanted & (src == NO_BLOCK))
+def source_list(group: GroupPlan, lists: Mapping[int, NDArray[np.int32]]) -> NDArray[np.int64]:
+    """The source list of the group. Raises PlanError: missing or out of range."""
+    number = group.src.number
+    if number not in lists:
+        raise PlanError(f"no source blocks for layer group {number}")
+    return _in_range(lists[number], group.src.blocks, f"source group {number}")
+
+
+def pick_source(
+    group: GroupPlan, blocks: NDArray[np.int64], wanted: NDArray[np.int64], begin: int, prompt: int
+) -> NDArray[np.int64]:
+    """Ids of the `wanted` local blocks from a list that starts at token `begin`. Raises PlanError for one not held."""
+    index = wanted - first_block(group.src, begin, prompt)
+    if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(blocks)):
+        held = f"{len(blocks)} blocks of {group.src.block} tokens from token {begin}"
+        need = f"blocks {int(wanted.min())} to {int(wanted.max())}"
+        raise PlanError(f"source group {group.src.number} lists {held}, the request needs {need} of the prompt")
+    picked = blocks[index]
+    gone = wanted[picked == NO_BLOCK]
     if len(gone):
-        raise PlanError(f"source group {group.src_group} no longer holds block {first + int(gone[0])} of the prompt")
-    return src[wanted], dst[wanted]
+        raise PlanError(f"source group {group.src.number} no longer holds block {int(gone[0])} of the prompt")
+    return picked
 
 
 def _in_range(blocks: NDArray[np.int32], limit: int, what: str) -> NDArray[np.int64]:
     if blocks.ndim != 1 or blocks.dtype != np.int32:
         raise PlanError(f"{what}: blocks must be 1-d int32, not {blocks.dtype}{list(blocks.shape)}")
-    wrong = blocks[(blocks < NO_BLOCK) | (blocks >= limit)]
-    if len(wrong):
+    if len(blocks) and (int(blocks.min()) < NO_BLOCK or int(blocks.max()) >= limit):
+        wrong = blocks[(blocks < NO_BLOCK) | (blocks >= limit)]
         raise PlanError(f"{what} names block {int(wrong[0])}, blocks lie in [0, {limit}), -1 is none")
     return blocks.astype(np.int64)

@@ -12,7 +12,7 @@ write for its own. So pages leave `exposed` and `in doubt` only through their wr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -63,10 +63,17 @@ class Ledger:
     """One instance's destination pages. `capacity`: number of pages of each (rank, layer group).
 
     `memory` names the same thing for layer groups that lie in the same memory: page n of one is page n of the other.
+    `page_bytes`: size of one page; without it `nbytes` is 0.
     Every method either does what it says or raises LedgerError and changes nothing.
     """
 
-    def __init__(self, capacity: Mapping[Place, int], memory: Mapping[Place, Hashable] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: Mapping[Place, int],
+        memory: Mapping[Place, Hashable] | None = None,
+        page_bytes: Mapping[Place, int] | None = None,
+    ) -> None:
+        self._page_bytes = page_bytes or {}
         # Per page the token of the attempt that holds it, 0 = free.
         self._owner: dict[Place, NDArray[np.int64]] = {}
         shared: dict[Hashable, NDArray[np.int64]] = {}
@@ -83,14 +90,17 @@ class Ledger:
         """The ledger of an instance with these ranks."""
         capacity: dict[Place, int] = {}
         memory: dict[Place, Hashable] = {}
+        page_bytes: dict[Place, int] = {}
         for info in ranks:
             table = info.page_table
             for number in range(len(table.groups)):
                 capacity[info.rank, number] = table.num_blocks(number)
+                views = table.groups[number].views
+                page_bytes[info.rank, number] = sum(int(view.entries.size.sum()) for view in views)
                 # Transitive through the name: a group takes the name of the first one that it overlaps.
                 first = next(other for other in range(number + 1) if _share_bytes(table, other, number))
                 memory[info.rank, number] = memory.get((info.rank, first), (info.rank, first))
-        return cls(capacity, memory)
+        return cls(capacity, memory, page_bytes)
 
     def reserve(self, key: RequestKey, pages: Sequence[RankBlocks], incarnation: bytes, now: float) -> None:
         """free -> reserved, for writers of `incarnation`. -1 entries name no page."""
@@ -140,8 +150,9 @@ class Ledger:
         self._expect(key, held, PageState.IN_DOUBT)
         self._enter(held, PageState.EXPOSED, now)
 
-    def prove_dead(self, key: RequestKey, incarnation: bytes, now: float) -> None:
-        """Every writer has exited, by an exit report for that incarnation, and the fabric has drained: settled."""
+    def prove_dead(self, key: RequestKey, incarnation: bytes, now: float, ranks: Collection[int] | None = None) -> bool:
+        """Writers have exited, by an exit report for that incarnation, and the fabric has drained: those of `ranks`, or
+        all. True when no writer is left: the pages are settled now."""
         held = self._get(key)
         if held.incarnation != incarnation:
             raise LedgerError(
@@ -149,8 +160,12 @@ class Ledger:
             )
         self._expect(key, held, PageState.EXPOSED, PageState.IN_DOUBT)
         for writer, outcome in held.writers.items():
-            held.writers[writer] = outcome or WriterOutcome.QUIESCED
+            if outcome is None and (ranks is None or writer[0] in ranks):
+                held.writers[writer] = WriterOutcome.QUIESCED
+        if None in held.writers.values():
+            return False
         self._enter(held, PageState.SETTLED, now)
+        return True
 
     def release(self, key: RequestKey) -> None:
         """settled or reserved -> free, once."""
@@ -174,6 +189,11 @@ class Ledger:
         """Pages that the attempt holds."""
         held = self._held.get(key)
         return 0 if held is None else held.count
+
+    def nbytes(self, key: RequestKey) -> int:
+        """Bytes of the pages that the attempt holds."""
+        held = self._held.get(key)
+        return 0 if held is None else sum(self._page_bytes.get(place, 0) * len(ids) for place, ids in held.pages)
 
     def waiting_for(self, key: RequestKey) -> tuple[Writer, ...]:
         """Writers of the attempt that have not said that they are done."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvtransfer.errors import ManifestError
 from kvtransfer.ports import Extent
+from kvtransfer.rectangles import Rectangles
 
 Pair = tuple[int, int]
 
@@ -24,28 +25,6 @@ Pair = tuple[int, int]
 def area(extent: Extent) -> int:
     """Tokens x layers."""
     return len(extent.tokens) * (extent.layer_end - extent.layer_begin)
-
-
-def overlap(a: Extent, b: Extent) -> bool:
-    """True when the two share at least one (token, layer) of the same view."""
-    return (
-        a.layer_group == b.layer_group
-        and a.view == b.view
-        and max(a.tokens.begin, b.tokens.begin) < min(a.tokens.end, b.tokens.end)
-        and max(a.layer_begin, b.layer_begin) < min(a.layer_end, b.layer_end)
-    )
-
-
-def contains(outer: Extent, inner: Extent) -> bool:
-    """True when `inner` lies inside `outer`, in the same view."""
-    return (
-        outer.layer_group == inner.layer_group
-        and outer.view == inner.view
-        and outer.tokens.begin <= inner.tokens.begin
-        and inner.tokens.end <= outer.tokens.end
-        and outer.layer_begin <= inner.layer_begin
-        and inner.layer_end <= outer.layer_end
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +38,11 @@ class Need:
         """Raises ManifestError when two extents of one pair overlap."""
         kept: dict[Pair, tuple[Extent, ...]] = {}
         for pair, parts in extents.items():
-            full = tuple(part for part in parts if area(part) > 0)
-            for i, part in enumerate(full):
-                if any(overlap(part, other) for other in full[:i]):
+            full, seen = tuple(part for part in parts if area(part) > 0), Rectangles()
+            for part in full:
+                if seen.clash(part):
                     raise ManifestError(f"the need of ranks {pair} names {part} twice")
+                seen.add(part)
             if full:
                 kept[pair] = full
         return cls(kept)
@@ -77,28 +57,30 @@ class Manifest:
     """Collects the extents of one attempt. Not thread-safe."""
 
     def __init__(self, need: Need) -> None:
-        self._need = need
+        self._need = {pair: Rectangles(parts) for pair, parts in need.extents.items()}
         self._arrived: dict[Pair, set[Extent]] = {}
+        self._covered: dict[Pair, Rectangles] = {}
         self._missing = sum(area(part) for parts in need.extents.values() for part in parts)
 
     def add(self, src_rank: int, dst_rank: int, extents: Iterable[Extent]) -> None:
         """Adds what a writer reports. Raises ManifestError, and changes nothing, when it contradicts need or itself."""
         pair = (src_rank, dst_rank)
-        wanted = self._need.extents.get(pair, ())
-        arrived = self._arrived.get(pair, set[Extent]())
-        fresh: set[Extent] = set()
+        wanted, known = self._need.get(pair, Rectangles()), self._arrived.setdefault(pair, set())
+        covered, fresh, together = self._covered.setdefault(pair, Rectangles()), set[Extent](), Rectangles()
         for extent in extents:
             if area(extent) <= 0:
                 raise ManifestError(f"rank {src_rank} reports an empty extent for rank {dst_rank}: {extent}")
-            if extent in arrived or extent in fresh:
+            if extent in known or extent in fresh:
                 continue
-            if not any(contains(part, extent) for part in wanted):
+            if not wanted.covers(extent):
                 raise ManifestError(f"rank {src_rank} wrote to rank {dst_rank} what was not asked for: {extent}")
-            for other in (*arrived, *fresh):
-                if overlap(extent, other):
-                    raise ManifestError(f"rank {src_rank} reports {extent} over {other} for rank {dst_rank}")
+            if other := covered.clash(extent) or together.clash(extent):
+                raise ManifestError(f"rank {src_rank} reports {extent} over {other} for rank {dst_rank}")
             fresh.add(extent)
-        self._arrived[pair] = arrived | fresh
+            together.add(extent)
+        for extent in fresh:
+            covered.add(extent)
+        known |= fresh
         self._missing -= sum(area(extent) for extent in fresh)
 
     @property

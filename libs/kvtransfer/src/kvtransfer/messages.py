@@ -28,6 +28,7 @@ class Capability(Enum):
     """Something a hub can do beyond the base protocol. Values are those of `isthmus.v1.Capability`."""
 
     RECONCILE = 1
+    GENERATION_FIRST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,26 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """Generation asks for `tokens` and exposes `destinations` (blocks from tokens.begin, all ranks in one message)."""
+    """Generation asks for `tokens` and exposes `destinations` (blocks from tokens.begin, all ranks in one message).
+
+    `receive` counts the KvRequests of one generation incarnation from 1 on: no answer to an earlier one and no late
+    copy can be taken for this one. `may_retry`: after a failure the pages are kept for one more KvRequest.
+    """
 
     key: RequestKey
     tokens: TokenRange
     destinations: tuple[RankBlocks, ...]
     trace: TraceContext | None = None
+    receive: int = 0
+    may_retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveKey:
+    """One KvRequest: what Reconcile speaks of."""
+
+    key: RequestKey
+    receive: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +101,88 @@ class Cancel:
     """Generation no longer wants an attempt. Every writer still answers with a TransferNotice."""
 
     key: RequestKey
+    receive: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reconcile:
-    """First message after a reconnect to the same incarnation: what happened to these attempts?"""
+    """First message after a reconnect to the same incarnation: what happened to these KvRequests?"""
 
-    keys: tuple[RequestKey, ...]
+    receives: tuple[ReceiveKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReconcileReply:
-    """Attempts still being written, and the final word on the others."""
+    """KvRequests still being written, and the final word on the others."""
 
-    in_flight: tuple[RequestKey, ...]
+    in_flight: tuple[ReceiveKey, ...]
+    notices: tuple[TransferNotice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FenceWriter:
+    """Generation to context: whoever still writes for these KvRequests is to be killed. What is over is said again."""
+
+    receives: tuple[ReceiveKey, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """Context to generation, by the parent of the ranks: these have exited. Nothing that they wrote lands later than
+    the drain time of the fabric."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Either way: this instance stops. Nothing new is asked for; what was said before still counts."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvIntent:
+    """Generation to context: a generation leg waits for this attempt. Names no pages; answered by Bind. Said again
+    after a reconnect until the first tokens have come."""
+
+    key: RequestKey
+    trace: TraceContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Context to generation: the context leg is scheduled on that attention-dp group; the KvRequest may come."""
+
+    key: RequestKey
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotBound:
+    """Context to generation: the context leg of the attempt is over, or will not come."""
+
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """Context to generation: what the prefill has sampled, opaque here."""
+
+    key: RequestKey
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FenceAnswer:
+    """Answer to a FenceWriter that came as a call: who answers, what it can prove, what is over."""
+
+    incarnation: bytes
+    exited_incarnations: tuple[bytes, ...]
+    exited_ranks: tuple[int, ...]
     notices: tuple[TransferNotice, ...]
 
 
@@ -117,7 +200,25 @@ class Pong:
     nonce: int
 
 
-PeerBody = Hello | Welcome | Reject | KvRequest | TransferNotice | Cancel | Reconcile | ReconcileReply | Ping | Pong
+PeerBody = (
+    Hello
+    | Welcome
+    | Reject
+    | KvRequest
+    | TransferNotice
+    | Cancel
+    | Reconcile
+    | ReconcileReply
+    | FenceWriter
+    | ExitReport
+    | Goodbye
+    | KvIntent
+    | Bind
+    | NotBound
+    | FirstTokens
+    | Ping
+    | Pong
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +242,14 @@ class SessionView:
     age: float
     pages: int
     in_doubt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """A stream that may be used, and what both sides use on it."""
+
+    instance_id: str
+    incarnation: bytes
+    protocol_version: int
+    capabilities: frozenset[Capability]
+    limits: TransferLimits

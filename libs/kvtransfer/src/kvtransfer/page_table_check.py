@@ -9,24 +9,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.errors import GeometryError
-from kvtransfer.page_table import MAX_ADDRESS, MapperKind, entry_addresses
+from kvtransfer.page_table import MAX_ADDRESS, MapperKind, RecurrentGroup, entry_addresses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvtransfer.page_table import AttentionGroup, PageTable, PhysicalPool, PoolView
+    from kvtransfer.page_table import LayerGroup, PageTable, PhysicalPool, PoolView
 
-# Bounds the work of one check: pairs of buffers compared, and buffer-slot pairs looked up one by one.
+# Bound the work of one check: buffers of a group and of the table, and pairs of buffers and regions.
 MAX_GROUP_ENTRIES = 1 << 14
-MAX_LOOKUPS = 1 << 26
+MAX_TABLE_ENTRIES = 1 << 16
+MAX_LOOKUPS = 1 << 24
 
 
 def check_page_table(table: PageTable) -> None:
     """Raises GeometryError naming field and value; see PageTable.validate."""
     if not table.groups:
         raise GeometryError("groups", "()", "a page table needs at least one layer group")
+    count = sum(len(view.entries) for group in table.groups for view in group.views)
+    if count > MAX_TABLE_ENTRIES:
+        raise GeometryError("groups", count, f"buffers; at most {MAX_TABLE_ENTRIES} are accepted")
     starts, ends = _sorted_regions(table)
     _layers_once(table)
+    lookups = MAX_LOOKUPS
     for g, group in enumerate(table.groups):
         for v, view in enumerate(group.views):
             field = f"groups[{g}].views[{v}]"
@@ -34,17 +39,34 @@ def check_page_table(table: PageTable) -> None:
                 raise GeometryError(f"{field}.pool", view.pool, f"there are {len(table.pools)} pools")
             pool = table.pools[view.pool]
             _check_view(group, view, pool, field)
-            _check_inside_regions(pool, view, starts, ends, field)
+            _check_sizes(group, view, field)
+            lookups = _check_inside_regions(pool, view, starts, ends, field, lookups)
+        _roles_once(group, f"groups[{g}]")
         _check_disjoint(table, group, f"groups[{g}]")
 
 
 def _layers_once(table: PageTable) -> None:
-    seen: set[int] = set()
+    # A layer may have attention and a recurrent state side by side, but only one block table of each kind.
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
     for g, group in enumerate(table.groups):
-        twice = seen.intersection(group.global_layer_ids)
+        before = seen[isinstance(group, RecurrentGroup)]
+        twice = before.intersection(group.global_layer_ids)
         if twice:
             raise GeometryError(f"groups[{g}].global_layer_ids", sorted(twice), "are in an earlier group too")
-        seen.update(group.global_layer_ids)
+        before.update(group.global_layer_ids)
+
+
+def _roles_once(group: LayerGroup, field: str) -> None:
+    seen: dict[frozenset[str], set[int]] = {}
+    for v, view in enumerate(group.views):
+        places: list[int] = view.entries.layer.tolist()
+        layers = {group.global_layer_ids[place] for place in places}
+        before = seen.setdefault(view.roles, set())
+        if not layers.isdisjoint(before):
+            ids = sorted(layers & before)
+            value = f"{{{', '.join(sorted(view.roles))}}} of layers {ids}"
+            raise GeometryError(f"{field}.views[{v}].roles", value, "are in an earlier view of the group too")
+        before.update(layers)
 
 
 def _sorted_regions(table: PageTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -60,7 +82,7 @@ def _sorted_regions(table: PageTable) -> tuple[NDArray[np.int64], NDArray[np.int
     return starts, ends
 
 
-def _check_view(group: AttentionGroup, view: PoolView, pool: PhysicalPool, field: str) -> None:
+def _check_view(group: LayerGroup, view: PoolView, pool: PhysicalPool, field: str) -> None:
     entries = view.entries
     layers = len(group.global_layer_ids)
     if int(entries.layer.max()) >= layers:
@@ -73,33 +95,67 @@ def _check_view(group: AttentionGroup, view: PoolView, pool: PhysicalPool, field
     last = pool.base_address + last_layer + (pool.num_slots - 1) * pool.slot_stride + pool.slot_bytes
     if last > MAX_ADDRESS:
         raise GeometryError(f"{field}.pool", view.pool, "its last slot ends above 2^63 - 1")
-    parts = group.tokens_per_block
-    if view.mapper_kind is not MapperKind.REPLICATED:
-        parts *= len(view.kv_heads)
-    uneven = entries.size[entries.size % np.uint64(parts) != 0]
-    if len(uneven):
-        raise GeometryError(f"{field}.entries.size", int(uneven[0]), f"is not a multiple of {parts} tokens x heads")
+
+
+def _check_sizes(group: LayerGroup, view: PoolView, field: str) -> None:
+    sizes = view.entries.size.astype(np.int64)
+    if view.mapper_kind is MapperKind.SECTIONED:
+        want = view.rows * view.row_bytes
+        wrong = sizes[sizes != want]
+        if len(wrong):
+            problem = f"the sections of {view.rows} rows are {want} bytes"
+            raise GeometryError(f"{field}.entries.size", int(wrong[0]), problem)
+    elif not isinstance(group, RecurrentGroup):
+        parts = group.tokens_per_block
+        if view.mapper_kind is not MapperKind.REPLICATED:
+            parts *= len(view.kv_heads)
+        # Eight bits a byte: a token of a head may be half a byte, but never a fraction of a bit.
+        uneven = sizes[sizes * 8 % parts != 0]
+        if len(uneven):
+            problem = f"bytes do not divide evenly among {parts} tokens x heads"
+            raise GeometryError(f"{field}.entries.size", int(uneven[0]), problem)
 
 
 def _check_inside_regions(
-    pool: PhysicalPool, view: PoolView, starts: NDArray[np.int64], ends: NDArray[np.int64], field: str
-) -> None:
+    pool: PhysicalPool, view: PoolView, starts: NDArray[np.int64], ends: NDArray[np.int64], field: str, budget: int
+) -> int:
+    """Returns what is left of `budget`, the number of (buffer, region) pairs that may be compared."""
     first = entry_addresses(pool, view.entries)
     sizes = view.entries.size.astype(np.int64)
     span = np.int64((pool.num_slots - 1) * pool.slot_stride)
     # Most pools lie in one registration: then the first and the last slot decide for all slots between them.
-    whole = _inside_one(first, sizes + span, starts, ends)
-    rest = np.flatnonzero(~whole)
-    if len(rest) * pool.num_slots > MAX_LOOKUPS:
-        raise GeometryError(f"{field}.pool", view.pool, "spreads too many buffers over several regions")
-    slots = np.arange(pool.num_slots, dtype=np.int64) * np.int64(pool.slot_stride)
-    for index in rest:
-        inside = _inside_one(first[index] + slots, np.full(len(slots), sizes[index]), starts, ends)
-        if not inside.all():
-            slot = int(np.flatnonzero(~inside)[0])
-            value = f"{int(first[index] + slots[slot]):#x} + {int(sizes[index])}"
+    rest = np.flatnonzero(~_inside_one(first, sizes + span, starts, ends))
+    low = np.searchsorted(ends, first[rest], side="right")
+    high = np.searchsorted(starts, (first + span + sizes)[rest], side="left")
+    budget -= int(np.maximum(high - low, 0).sum()) + len(rest)
+    if budget < 0:
+        raise GeometryError(f"{field}.pool", view.pool, "spreads too many buffers over too many regions")
+    for index, near in zip(rest.tolist(), map(slice, low.tolist(), high.tolist()), strict=True):
+        begin, size = int(first[index]), int(sizes[index])
+        slot = _first_outside(begin, size, pool, starts[near], ends[near])
+        if slot < pool.num_slots:
+            value = f"{begin + slot * pool.slot_stride:#x} + {size}"
             problem = f"buffer {index} of slot {slot} is not inside one registered region"
             raise GeometryError(f"{field}.entries", value, problem)
+    return budget
+
+
+def _first_outside(
+    begin: int, size: int, pool: PhysicalPool, starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> int:
+    """The first slot whose buffer at begin + slot * stride leaves every region, num_slots when there is none.
+
+    Each region holds an interval of slots, in closed form: the work does not grow with their number.
+    """
+    stride, slots = pool.slot_stride, pool.num_slots
+    low = np.maximum(-((begin - starts) // stride), 0)
+    high = np.minimum((ends - size - begin) // stride + 1, slots)
+    held = low < high
+    low, high = low[held], high[held]
+    gaps = np.flatnonzero(low > np.concatenate((np.zeros(1, np.int64), high[:-1]))) if len(low) else low
+    if len(gaps):
+        return 0 if gaps[0] == 0 else int(high[gaps[0] - 1])
+    return int(high[-1]) if len(high) else 0
 
 
 def _inside_one(
@@ -109,7 +165,7 @@ def _inside_one(
     return (region >= 0) & (begin + size <= ends[region])
 
 
-def _check_disjoint(table: PageTable, group: AttentionGroup, field: str) -> None:
+def _check_disjoint(table: PageTable, group: LayerGroup, field: str) -> None:
     """No byte of the group belongs to two (buffer, slot) pairs, or it would have two writers."""
     count = sum(len(view.entries) for view in group.views)
     if count > MAX_GROUP_ENTRIES:

@@ -1,7 +1,7 @@
 """The plan of one (source rank, destination rank): made once when two instances meet, used for every request.
 
-    symbolic   runs of one block (addresses in slot 0, strides)              build_plan
-    a request  x block lists ─ broadcast ─▶ addresses ─ merge ─▶ RegionPairs plan.instantiate
+    symbolic   runs of one block (addresses in slot 0, strides, steps)              build_plan
+    a request  x pieces of blocks ─ outer sums ─▶ Transfer: strided or every run    plan.resolve, plan.instantiate
 
 Only the context side computes addresses for writes; both sides compute the same digest over (destination interval ->
 writer) and the same expected extents.
@@ -9,159 +9,212 @@ writer) and the same expected extents.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
-from kvtransfer.block_lists import check_blocks, select_blocks
+from kvtransfer.block_lists import destination_list
 from kvtransfer.compatibility import check_storage
-from kvtransfer.errors import PeerIncompatible, PlanError
+from kvtransfer.digest import atoms_digest
+from kvtransfer.digest import combine_digests as combine_digests
+from kvtransfer.digest import rank_digest as rank_digest
+from kvtransfer.errors import PeerIncompatible
+from kvtransfer.group_plan import group_plans
+from kvtransfer.instantiate import cut_window, grids_of, group_window, place, wanted_from
 from kvtransfer.manifest import Need
-from kvtransfer.mappers.intact import SlotRuns, concatenate, merge_slot_runs
-from kvtransfer.overlap import destination_ranks
-from kvtransfer.page_table import entry_addresses
-from kvtransfer.pool_matching import GroupMatch, match_pools, view_layers
 from kvtransfer.ports import Extent
-from kvtransfer.regions import RegionPairs
+from kvtransfer.relation import relate
+from kvtransfer.sharing import Sharing, check_addresses, check_ids, sharing_groups
+from kvtransfer.storage_check import check_instances
+from kvtransfer.transfer import Transfer
+from kvtransfer.windows import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from kvtransfer.group_plan import GroupPlan
+    from kvtransfer.instantiate import Begins, BlockLists
+    from kvtransfer.overlap import Atoms
     from kvtransfer.page_table import PageTable
     from kvtransfer.ports import TokenRange
     from kvtransfer.rank_info import InstanceInfo, RankInfo
+    from kvtransfer.regions import RegionPairs
+    from kvtransfer.relation import Relation
+
+log = logging.getLogger(__name__)
+
+# At 9 us a descriptor this is half a second in the agent: such a pair wants the bounce path, or equal layouts.
+MANY_FRAGMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Layers [layer_begin, layer_end) and heads [head_begin, head_end) of one view of one destination group."""
+    """Global layers [layer_begin, layer_end) of one view of one destination group."""
 
     layer_group: int
     view: int
     layer_begin: int
     layer_end: int
-    head_begin: int
-    head_end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupPlan:
-    """One matched pair of layer groups. Block ids lie in [0, src_blocks) and [0, dst_blocks)."""
-
-    src_group: int
-    dst_group: int
-    tokens_per_block: int
-    src_blocks: int
-    dst_blocks: int
-    runs: SlotRuns
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PeerPlan:
-    """Frozen. `intervals`: what src_rank is the writer of on dst_rank. Region starts are sorted int64."""
+    """Frozen. `intervals`: where src_rank is a writer on dst_rank; which heads and tokens of them follows from the two
+    ranks. `*_dp`: attention-dp groups. A request is between one group of either side."""
 
     src_rank: int
     dst_rank: int
+    src_dp: int
+    dst_dp: int
     groups: tuple[GroupPlan, ...]
     intervals: tuple[Interval, ...]
-    src_region_starts: NDArray[np.int64]
-    dst_region_starts: NDArray[np.int64]
+    digest: bytes
+    tables: tuple[PageTable, PageTable]
+
+    def resolve(
+        self,
+        src_blocks: BlockLists,
+        dst_blocks: BlockLists,
+        tokens: TokenRange | Chunk,
+        *,
+        src_begins: Begins = None,
+        dst_begins: Begins = None,
+    ) -> Transfer:
+        """What a chunk moves, nothing multiplied out. A bare TokenRange is a whole prompt in one chunk.
+
+        *_blocks: int32 lists by layer group; blocks[0] holds token *_begins[group], or the first token after it that
+        the rank has. Begins default to 0 on the source and to the begin of the prompt's window on the destination. The
+        destination lists exactly the blocks up to the end of the prompt, -1 where it wants nothing; the source at least
+        what is read, -1 where nothing is. Recurrent groups list one slot. Raises PlanError before anything is computed.
+        """
+        chunk = Chunk.of(tokens)
+        if chunk.prompt.begin == chunk.prompt.end:
+            return Transfer(())
+        placed = [(g, place(g, src_blocks, dst_blocks, chunk, src_begins, dst_begins)) for g in self.groups]
+        check_ids(self._sharing, dst_blocks)
+        grids = [grid for group, pieces in placed if len(pieces) for grid in grids_of(group, pieces)]
+        transfer = Transfer(tuple(grids), self._region_starts)
+        if any(how is Sharing.ADDRESSES for *_, how in self._sharing):
+            check_addresses(transfer.pairs())
+        return transfer
 
     def instantiate(
         self,
-        src_blocks: Mapping[int, NDArray[np.int32]],
-        dst_blocks: Mapping[int, NDArray[np.int32]],
-        tokens: TokenRange,
+        src_blocks: BlockLists,
+        dst_blocks: BlockLists,
+        tokens: TokenRange | Chunk,
+        *,
+        src_begins: Begins = None,
+        dst_begins: Begins = None,
     ) -> RegionPairs:
-        """Addresses of one request, merged where both sides are contiguous inside one registered region.
+        """`resolve`, every run written out; says so in the log when there are very many."""
+        transfer = self.resolve(src_blocks, dst_blocks, tokens, src_begins=src_begins, dst_begins=dst_begins)
+        if transfer.fragments > MANY_FRAGMENTS:
+            log.warning(
+                "transfer in very many fragments",
+                extra={
+                    "src_rank": self.src_rank,
+                    "dst_rank": self.dst_rank,
+                    "fragments": transfer.fragments,
+                    "bytes": transfer.nbytes,
+                },
+            )
+        return transfer.pairs()
 
-        src_blocks: per source layer group the blocks from token 0 of the prompt (longer is fine). dst_blocks: per
-        destination layer group exactly the blocks of `tokens`. A destination of -1 wants nothing; a source of -1 is an
-        error unless nothing is wanted there. The last block is sent whole. Raises PlanError before anything is
-        computed.
-        """
-        picked = [
-            (group, *select_blocks(group, src_blocks, dst_blocks, tokens)) for group in self.groups if len(tokens) > 0
-        ]
-        parts = [_broadcast(group.runs, src, dst) for group, src, dst in picked if len(src)]
-        if not parts:
-            return RegionPairs.empty()
-        pairs = RegionPairs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-        if len(parts) > 1:
-            _check_one_writer(pairs)
-        return _merge(pairs, self.src_region_starts, self.dst_region_starts)
-
-    def check_destination(self, dst_blocks: Mapping[int, NDArray[np.int32]], tokens: TokenRange) -> None:
+    def check_destination(self, dst_blocks: BlockLists, tokens: TokenRange | Chunk, dst_begins: Begins = None) -> None:
         """Raises PlanError unless the lists fit the plan: what the receiving side can check before it asks."""
+        chunk = Chunk.of(tokens)
         for group in self.groups:
-            if len(tokens) > 0:
-                check_blocks(group, dst_blocks, tokens)
+            begin = wanted_from(chunk, dst_begins, group.dst.number)
+            if begin < chunk.prompt.end:
+                destination_list(group, dst_blocks, begin, chunk.prompt.end)
+        check_ids(self._sharing, dst_blocks)
 
-    def extents(self, tokens: TokenRange) -> tuple[Extent, ...]:
-        """What src_rank delivers to dst_rank for `tokens`; empty for an empty range."""
-        if len(tokens) == 0:
-            return ()
-        return tuple(Extent(i.layer_group, i.view, tokens, i.layer_begin, i.layer_end) for i in self.intervals)
-
-    @property
-    def digest(self) -> bytes:
-        """xxh3_128 over (destination interval -> writer), one row per layer; runs and merging do not enter."""
-        rows = sorted(
-            (self.dst_rank, i.layer_group, i.view, layer, i.head_begin, i.head_end, self.src_rank)
+    def extents(self, tokens: TokenRange | Chunk, dst_begins: Begins = None) -> tuple[Extent, ...]:
+        """What src_rank reports to dst_rank for a chunk: nothing when the two share no token of the prompt, otherwise
+        all tokens of the chunk's window, also where none of them is in the shard of the source."""
+        chunk = Chunk.of(tokens)
+        windows: dict[int, TokenRange] = {}
+        for group in self.groups:
+            window = group_window(group, chunk, dst_begins)
+            if len(window) and _shares_tokens(group, chunk, dst_begins):
+                windows[group.dst.number] = window.tokens
+        return tuple(
+            Extent(i.layer_group, i.view, windows[i.layer_group], i.layer_begin, i.layer_end)
             for i in self.intervals
-            for layer in range(i.layer_begin, i.layer_end)
+            if i.layer_group in windows
         )
-        return xxhash.xxh3_128_digest(np.array(rows, dtype="<u4").tobytes())
+
+    def prepare(self) -> PeerPlan:
+        """Makes the runs now instead of at the first request. Raises UnalignedSlice."""
+        for group in self.groups:
+            group.prepare()
+        _ = self._sharing, self._region_starts
+        return self
+
+    @cached_property
+    def _sharing(self) -> tuple[tuple[int, int, Sharing], ...]:
+        return sharing_groups(self.tables[1], [group.dst.number for group in self.groups])
+
+    @cached_property
+    def _region_starts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        sides = [side for group in self.groups for side in (group.buffers.src, group.buffers.dst)]
+        if all((side.region >= 0).all() for side in sides):
+            return None
+        src, dst = (
+            np.array(sorted(region.base_address for region in table.regions), np.int64) for table in self.tables
+        )
+        return src, dst
+
+
+def _shares_tokens(group: GroupPlan, chunk: Chunk, dst_begins: Begins) -> bool:
+    if group.recurrent or (group.src.shard.whole and group.dst.shard.whole):
+        return True
+    whole = Chunk(chunk.prompt, chunk.prompt)
+    return len(cut_window(group, group_window(group, whole, dst_begins), chunk.prompt.end)) > 0
 
 
 def build_plan(local: RankInfo, peer: RankInfo) -> PeerPlan:
-    """Plan for writes from `local` to `peer`. Both page tables have been validated.
+    """Plan for writes from `local` to `peer` as if they were alone: `local` writes everything that both hold.
 
-    Raises PeerIncompatible with every reason when the storages can not be mapped.
+    Both page tables have been validated. Raises PeerIncompatible with every reason when the storages can not be mapped.
     """
     problems = check_storage(local, peer)
     if problems:
         raise PeerIncompatible(problems)
-    src, dst = local.page_table, peer.page_table
-    matching = match_pools(src, dst)
-    return PeerPlan(
-        src_rank=local.rank,
-        dst_rank=peer.rank,
-        groups=tuple(_group_plan(src, dst, match) for match in matching.groups),
-        intervals=tuple(interval for match in matching.groups for interval in _intervals(dst, match)),
-        src_region_starts=np.array(sorted(region.base_address for region in src.regions), np.int64),
-        dst_region_starts=np.array(sorted(region.base_address for region in dst.regions), np.int64),
-    )
+    relation = relate([local], [peer], "", seed_compat=True)
+    return _plan(relation, local, peer).prepare()
 
 
-def build_instance_plans(context: InstanceInfo, generation: InstanceInfo) -> tuple[PeerPlan, ...]:
+def build_instance_plans(
+    context: InstanceInfo, generation: InstanceInfo, *, seed_compat: bool = False
+) -> tuple[PeerPlan, ...]:
     """All plans of a pair in order of (src_rank, dst_rank). Raises PeerIncompatible."""
-    return tuple(plan for rank in context.ranks for plan in build_rank_plans(rank, generation))
+    relation = _related(context.ranks, generation, seed_compat)
+    return tuple(_plan(relation, context.ranks[a], generation.ranks[b]) for a, b in relation.pairs())
 
 
-def build_rank_plans(rank: RankInfo, generation: InstanceInfo) -> tuple[PeerPlan, ...]:
-    """The plans of one context rank, by dst_rank. Raises PeerIncompatible or PlanError."""
-    ranks = destination_ranks(rank.topology, generation.ranks[0].topology)
-    return tuple(build_plan(rank, generation.ranks[dst]) for dst in ranks)
+def build_rank_plans(
+    rank: RankInfo, generation: InstanceInfo, context: Sequence[RankInfo] = (), *, seed_compat: bool = False
+) -> tuple[PeerPlan, ...]:
+    """The plans of one context rank, by dst_rank, ready for requests. `context`: all ranks of its instance, in flat
+    order; empty = it is the only one. Raises PeerIncompatible."""
+    relation = _related(context or (rank,), generation, seed_compat)
+    return tuple(_plan(relation, rank, generation.ranks[b]).prepare() for a, b in relation.pairs() if a == rank.rank)
 
 
-def rank_digest(plans: Iterable[PeerPlan]) -> bytes:
-    """Digest of one context rank over its plans in order of dst_rank: `PeerLoaded.plan_digest`."""
-    return xxhash.xxh3_128_digest(b"".join(plan.digest for plan in sorted(plans, key=lambda plan: plan.dst_rank)))
-
-
-def combine_digests(digests: Sequence[bytes]) -> bytes:
-    """Digest of an instance from those of its context ranks in flat order: `Welcome.plan_digest`."""
-    return xxhash.xxh3_128_digest(b"".join(digests))
-
-
-def plan_digest(context: InstanceInfo, generation: InstanceInfo) -> bytes:
-    """The same value computed from both descriptions alone; either side may. Raises PeerIncompatible."""
-    return combine_digests([rank_digest(build_rank_plans(rank, generation)) for rank in context.ranks])
+def plan_digest(context: InstanceInfo, generation: InstanceInfo, *, seed_compat: bool = False) -> bytes:
+    """`Welcome.plan_digest` computed from both descriptions alone; either side may. Raises PeerIncompatible."""
+    relation = _related(context.ranks, generation, seed_compat)
+    by_rank: dict[int, list[PeerPlan]] = {rank.rank: [] for rank in context.ranks}
+    for a, b in relation.pairs():
+        by_rank[a].append(_plan(relation, context.ranks[a], generation.ranks[b]))
+    return combine_digests([rank_digest(plans) for plans in by_rank.values()])
 
 
 def expected_extents(plan: PeerPlan, tokens: TokenRange) -> tuple[Extent, ...]:
@@ -169,86 +222,62 @@ def expected_extents(plan: PeerPlan, tokens: TokenRange) -> tuple[Extent, ...]:
     return plan.extents(tokens)
 
 
-def expected_need(plans: Iterable[PeerPlan], tokens: TokenRange) -> Need:
-    """What a generation instance needs from all writers for `tokens`."""
-    return Need.of({(plan.src_rank, plan.dst_rank): plan.extents(tokens) for plan in plans})
-
-
-def _group_plan(src: PageTable, dst: PageTable, match: GroupMatch) -> GroupPlan:
-    mine, yours = src.groups[match.mine], dst.groups[match.yours]
-    parts: list[SlotRuns] = []
-    for v, w in match.views:
-        a, b = mine.views[v], yours.views[w]
-        pool_a, pool_b = src.pools[a.pool], dst.pools[b.pool]
-        left, right = view_layers(mine, a), view_layers(yours, b)
-        # The n-th buffer of a layer is the n-th buffer of the same layer on the other side, wherever each of them lies.
-        pick_a = np.array([i for layer in sorted(left) for i in left[layer]])
-        pick_b = np.array([i for layer in sorted(left) for i in right[layer]])
-        count = len(pick_a)
-        parts.append(
-            SlotRuns(
-                src=entry_addresses(pool_a, a.entries)[pick_a],
-                dst=entry_addresses(pool_b, b.entries)[pick_b],
-                length=a.entries.size.astype(np.int64)[pick_a],
-                src_stride=np.full(count, pool_a.slot_stride, np.int64),
-                dst_stride=np.full(count, pool_b.slot_stride, np.int64),
-            )
-        )
-    runs = concatenate(parts)
-    # With several registrations the borders may cut slots anywhere; then only the addresses of a request can tell.
-    if len(src.regions) == 1 and len(dst.regions) == 1:
-        runs = merge_slot_runs(runs)
-    blocks = src.num_blocks(match.mine), dst.num_blocks(match.yours)
-    return GroupPlan(match.mine, match.yours, mine.tokens_per_block, *blocks, runs)
-
-
-def _intervals(dst: PageTable, match: GroupMatch) -> list[Interval]:
-    group = dst.groups[match.yours]
-    intervals: list[Interval] = []
-    for _, w in sorted(match.views, key=lambda pair: pair[1]):
-        view = group.views[w]
-        layers = sorted(view_layers(group, view))
-        begin = layers[0]
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            if following != layer + 1:
-                heads = view.kv_heads
-                intervals.append(Interval(match.yours, w, begin, layer + 1, heads.begin, heads.end))
-                begin = following if following is not None else begin
-    return intervals
-
-
-Columns = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.int64]"]
-
-
-def _broadcast(runs: SlotRuns, src: NDArray[np.int64], dst: NDArray[np.int64]) -> Columns:
-    """Runs [R, 1] x blocks [1, B] -> R*B rows."""
-    shape = (len(runs), len(src))
-    return (
-        (runs.src[:, None] + runs.src_stride[:, None] * src).ravel(),
-        (runs.dst[:, None] + runs.dst_stride[:, None] * dst).ravel(),
-        np.broadcast_to(runs.length[:, None], shape).ravel(),
+def expected_need(
+    plans: Iterable[PeerPlan],
+    tokens: TokenRange,
+    begins: Mapping[tuple[int, int], int] | None = None,
+    *,
+    src_dp: int | None = None,
+    dst_dp: int | None = None,
+) -> Need:
+    """What a generation instance needs from all writers for a prompt. `begins`: (dst_rank, layer group) -> first token
+    wanted. `*_dp` choose the attention-dp groups of the request, None = whatever is in `plans`."""
+    by_rank: dict[int, dict[int, int]] = {}
+    for (rank, group), begin in (begins or {}).items():
+        by_rank.setdefault(rank, {})[group] = begin
+    return Need.of(
+        {
+            (plan.src_rank, plan.dst_rank): plan.extents(tokens, by_rank.get(plan.dst_rank))
+            for plan in plans
+            if src_dp in (None, plan.src_dp) and dst_dp in (None, plan.dst_dp)
+        }
     )
 
 
-def _check_one_writer(pairs: RegionPairs) -> None:
-    """Groups may share a pool, each with block ids of its own: then only addresses tell that lists collide."""
-    order = np.argsort(pairs.dst)
-    begin, length = pairs.dst[order], pairs.lengths[order]
-    clash = np.flatnonzero(begin[:-1] + length[:-1] > begin[1:])
-    if len(clash):
-        raise PlanError(f"destination blocks of two layer groups share the byte at {int(begin[clash[0] + 1]):#x}")
+def _related(context: Sequence[RankInfo], generation: InstanceInfo, seed_compat: bool) -> Relation:
+    problems = check_instances(context, generation.ranks)
+    if problems:
+        raise PeerIncompatible(problems)
+    return relate(context, generation.ranks, generation.instance_id, seed_compat=seed_compat)
 
 
-def _merge(pairs: RegionPairs, src_starts: NDArray[np.int64], dst_starts: NDArray[np.int64]) -> RegionPairs:
-    """Joins runs that follow each other on both sides and do not meet at the border of a registered region."""
-    src, dst, length = pairs.src, pairs.dst, pairs.lengths
-    if (src[1:] < src[:-1]).any():
-        order = np.argsort(src, kind="stable")
-        src, dst, length = src[order], dst[order], length[order]
-    joined = (src[:-1] + length[:-1] == src[1:]) & (dst[:-1] + length[:-1] == dst[1:])
-    for starts, addresses in ((src_starts, src), (dst_starts, dst)):
-        if len(starts) > 1:
-            region = np.searchsorted(starts, addresses, side="right")
-            joined &= region[:-1] == region[1:]
-    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return RegionPairs(src[heads], dst[heads], np.add.reduceat(length, heads))
+def _plan(relation: Relation, local: RankInfo, peer: RankInfo) -> PeerPlan:
+    atoms = relation.of(local.rank, peer.rank)
+    return PeerPlan(
+        src_rank=local.rank,
+        dst_rank=peer.rank,
+        src_dp=local.topology.tp_rank // local.topology.tp_per_dp,
+        dst_dp=peer.topology.tp_rank // peer.topology.tp_per_dp,
+        groups=group_plans(relation, local, peer),
+        intervals=_intervals(relation, atoms),
+        digest=atoms_digest(relation.src, relation.dst, atoms),
+        tables=(local.page_table, peer.page_table),
+    )
+
+
+def _intervals(relation: Relation, atoms: Atoms) -> tuple[Interval, ...]:
+    """Layers of each view that follow each other, whatever heads of them."""
+    dst = relation.dst
+    part = dst.part[atoms.dst_row]
+    columns = dst.column("group")[part], dst.column("view")[part], dst.layer[atoms.dst_row]
+    order = np.lexsort(columns[::-1])
+    group, view, layer = (column[order] for column in columns)
+    same = (group[1:] == group[:-1]) & (view[1:] == view[:-1])
+    new = np.ones(len(order), np.bool_)
+    new[1:] = ~(same & (layer[1:] - layer[:-1] <= 1))
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    spans: list[tuple[int, int, int, int]] = np.column_stack(
+        (group[first], view[first], layer[first], layer[last] + 1)
+    ).tolist()
+    return tuple(Interval(*span) for span in spans)

@@ -1,9 +1,12 @@
-"""Which of my groups and views meet which of the peer's: by global layer id first, then by equal roles.
+"""Which of a rank's groups and views meet which of a peer's: by global layer id first, then by equal roles.
 
 mine                                yours
-group 0: layers 0-3  ──layer id──▶  group 1: layers 0-3        a hit in two peer groups is refused
-  view {"k"} layers 0-3 ──roles──▶    view {"k"} layers 0-3
-  view {"v"} layers 0-3 ──roles──▶    view {"v"} layers 0-3
+group 0: layers 0-3  ──layer id──▶  group 1: layers 2-5        a hit in two peer groups is refused
+  view {"k"} layers 0-3 ──roles──▶    view {"k"} layers 2-3    the same roles and at least one common layer
+                        ──roles──▶    view {"k"} layers 4-5    no common layer, no match
+  view {"v"} layers 0-3 ──roles──▶    view {"v"} layers 2-5
+
+A layer that only one side has is no contradiction between two ranks; `storage_check` looks at whole instances.
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtransfer.page_table import AttentionGroup
 from kvtransfer.ports import Incompatibility
+from kvtransfer.view_check import compare_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable, Mapping
 
-    from kvtransfer.page_table import AttentionGroup, PageTable, PoolView
+    from kvtransfer.page_table import LayerGroup, PageTable, PoolView
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """Group `mine` of my page table and group `yours` of the peer's hold the same layers. `views`: (mine, yours)."""
+    """Group `mine` of my page table and group `yours` of the peer's have layers in common. `views`: (mine, yours)."""
 
     mine: int
     yours: int
@@ -38,49 +43,58 @@ class Matching:
 
 
 def match_pools(mine: PageTable, yours: PageTable, where: str = "page_table") -> Matching:
-    """Pairs every view of both tables, or says everything that stands in the way. Never raises on valid tables."""
+    """Pairs every view with those that hold the same of the same layers, or says everything that stands in the way.
+    Never raises on valid tables."""
     problems: list[Incompatibility] = []
     groups: list[GroupMatch] = []
-    owner = {layer: g for g, group in enumerate(yours.groups) for layer in group.global_layer_ids}
-    _compare_layers(mine, yours, where, problems)
+    hits = _hits(mine, yours)
+    for b, other in enumerate(yours.groups):
+        others = {g: shared for (g, a), shared in hits.items() if a == b}
+        if len(others) > 1:
+            ids = layers_text(other.global_layer_ids)
+            problems.append(_ambiguous(f"{where}.groups", _by_group(others), ids))
     for g, group in enumerate(mine.groups):
         field = f"{where}.groups[{g}]"
-        hits: defaultdict[int, list[int]] = defaultdict(list)
-        for layer in group.global_layer_ids:
-            if layer in owner:
-                hits[owner[layer]].append(layer)
-        if len(hits) > 1:
-            theirs = ", ".join(f"group {h}: layers {_layers(layers)}" for h, layers in sorted(hits.items()))
-            remedy = "group the layers alike on both sides"
-            problems.append(
-                Incompatibility(f"{field}.global_layer_ids", _layers(group.global_layer_ids), theirs, remedy)
-            )
-        elif hits:
-            (peer,) = hits
+        others = {b: shared for (a, b), shared in hits.items() if a == g}
+        if len(others) > 1:
+            ids = layers_text(group.global_layer_ids)
+            problems.append(_ambiguous(f"{field}.global_layer_ids", ids, _by_group(others)))
+        elif others:
+            (peer,) = others
             other = yours.groups[peer]
-            left, right = _layers(group.global_layer_ids), _layers(other.global_layer_ids)
-            if left != right:
-                _differ(problems, f"{field}.global_layer_ids", left, right, "group the layers alike on both sides")
-                continue
-            _compare_groups(group, other, field, problems)
+            _compare_windows(group, other, field, problems)
             groups.append(GroupMatch(g, peer, _match_views(group, other, field, problems)))
-    return Matching(tuple(groups), tuple(problems))
+    return Matching(tuple(groups), tuple(dict.fromkeys(problems)))
 
 
-def view_layers(group: AttentionGroup, view: PoolView) -> dict[int, list[int]]:
+def shape(table: PageTable) -> Hashable:
+    """What `match_pools` looks at: tables of equal shape get equal answers."""
+    return tuple(
+        (
+            group.global_layer_ids,
+            (group.tokens_per_block, group.sliding_window) if isinstance(group, AttentionGroup) else None,
+            tuple(_view_shape(view) for view in group.views),
+        )
+        for group in table.groups
+    )
+
+
+def _view_shape(view: PoolView) -> Hashable:
+    sections = tuple((one.label, one.unit_bytes) for one in view.sections)
+    entries = (view.entries.layer.tobytes(), view.entries.size.tobytes())
+    return view.roles, view.mapper_kind, len(view.kv_heads), sections, view.rows, entries
+
+
+def view_layers(group: LayerGroup, view: PoolView) -> dict[int, list[int]]:
     """Global layer id -> indices of its buffers in the view, in entry order."""
     buffers: defaultdict[int, list[int]] = defaultdict(list)
-    for index, layer in enumerate(view.entries.layer.tolist()):
+    places: list[int] = view.entries.layer.tolist()
+    for index, layer in enumerate(places):
         buffers[group.global_layer_ids[layer]].append(index)
     return dict(buffers)
 
 
-def _differ(problems: list[Incompatibility], field: str, mine: object, yours: object, remedy: str) -> None:
-    if mine != yours:
-        problems.append(Incompatibility(field, str(mine), str(yours), remedy))
-
-
-def _layers(layers: Iterable[int]) -> str:
+def layers_text(layers: Iterable[int]) -> str:
     """ "0-3,7" """
     spans: list[list[int]] = []
     for layer in sorted(layers):
@@ -91,73 +105,58 @@ def _layers(layers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
-def _compare_layers(mine: PageTable, yours: PageTable, where: str, problems: list[Incompatibility]) -> None:
-    left = {layer for group in mine.groups for layer in group.global_layer_ids}
-    right = {layer for group in yours.groups for layer in group.global_layer_ids}
-    _differ(problems, f"{where}.layers", _layers(left), _layers(right), "serve the same layers on this rank")
+def roles_text(roles: frozenset[str]) -> str:
+    """ "{key, value}" """
+    return f"{{{', '.join(sorted(roles))}}}"
 
 
-def _compare_groups(mine: AttentionGroup, yours: AttentionGroup, field: str, problems: list[Incompatibility]) -> None:
-    remedy = "use the same engine.tokens_per_block on both sides"
-    _differ(problems, f"{field}.tokens_per_block", mine.tokens_per_block, yours.tokens_per_block, remedy)
-    remedy = "serve the same model with the same attention window"
-    _differ(problems, f"{field}.sliding_window", mine.sliding_window, yours.sliding_window, remedy)
+def _hits(mine: PageTable, yours: PageTable) -> dict[tuple[int, int], list[int]]:
+    """(my group, your group) of the same kind -> layers they have in common."""
+    owner = {
+        (isinstance(group, AttentionGroup), layer): g
+        for g, group in enumerate(yours.groups)
+        for layer in group.global_layer_ids
+    }
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for g, group in enumerate(mine.groups):
+        attention = isinstance(group, AttentionGroup)
+        for layer in group.global_layer_ids:
+            other = owner.get((attention, layer))
+            if other is not None:
+                found[g, other].append(layer)
+    return dict(found)
+
+
+def _by_group(hits: Mapping[int, list[int]]) -> str:
+    return ", ".join(f"group {group}: layers {layers_text(layers)}" for group, layers in sorted(hits.items()))
+
+
+def _ambiguous(field: str, mine: str, yours: str) -> Incompatibility:
+    return Incompatibility(field, mine, yours, "group the layers alike on both sides")
+
+
+def _compare_windows(mine: LayerGroup, yours: LayerGroup, field: str, problems: list[Incompatibility]) -> None:
+    if not (isinstance(mine, AttentionGroup) and isinstance(yours, AttentionGroup)):
+        return
+    if mine.sliding_window != yours.sliding_window:
+        a, b = (str(one.sliding_window) if one.sliding_window else "full attention" for one in (mine, yours))
+        remedy = "serve the same model with the same attention window"
+        problems.append(Incompatibility(f"{field}.sliding_window", a, b, remedy))
 
 
 def _match_views(
-    mine: AttentionGroup, yours: AttentionGroup, field: str, problems: list[Incompatibility]
+    mine: LayerGroup, yours: LayerGroup, field: str, problems: list[Incompatibility]
 ) -> tuple[tuple[int, int], ...]:
     pairs: list[tuple[int, int]] = []
-    taken: set[int] = set()
+    their_layers = [view_layers(yours, other) for other in yours.views]
+    of_role: defaultdict[tuple[frozenset[str], int], list[int]] = defaultdict(list)
+    for w, other in enumerate(yours.views):
+        for layer in their_layers[w]:
+            of_role[other.roles, layer].append(w)
     for v, view in enumerate(mine.views):
         layers = view_layers(mine, view)
-        found = [
-            w
-            for w, other in enumerate(yours.views)
-            if other.roles == view.roles and not layers.keys().isdisjoint(view_layers(yours, other))
-        ]
-        if len(found) != 1 or found[0] in taken:
-            label = f"{{{', '.join(sorted(view.roles))}}} of layers {_layers(layers)}"
-            theirs = ", ".join(f"view {w}" for w in found) or "no view"
-            remedy = "keep the same roles in one view each on both sides"
-            problems.append(Incompatibility(f"{field}.views[{v}].roles", label, theirs, remedy))
-            continue
-        taken.add(found[0])
-        pairs.append((v, found[0]))
-        _compare_views((mine, view), (yours, yours.views[found[0]]), f"{field}.views[{v}]", problems)
-    for w in sorted(set(range(len(yours.views))) - taken):
-        label = f"{{{', '.join(sorted(yours.views[w].roles))}}} (view {w})"
-        remedy = "keep the same roles in one view each on both sides"
-        problems.append(Incompatibility(f"{field}.views", "no view", label, remedy))
+        for w in sorted({w for layer in layers for w in of_role.get((view.roles, layer), ())}):
+            pairs.append((v, w))
+            common = {layer: (layers[layer], their_layers[w][layer]) for layer in layers if layer in their_layers[w]}
+            problems += compare_views((mine, view), (yours, yours.views[w]), common, f"{field}.views[{v}]")
     return tuple(pairs)
-
-
-def _compare_views(
-    mine: tuple[AttentionGroup, PoolView],
-    yours: tuple[AttentionGroup, PoolView],
-    field: str,
-    problems: list[Incompatibility],
-) -> None:
-    (_, a), (_, b) = mine, yours
-    _differ(
-        problems, f"{field}.mapper_kind", a.mapper_kind.name, b.mapper_kind.name, "use the same layout on both sides"
-    )
-    _differ(problems, f"{field}.kv_heads", _heads(a), _heads(b), "use the same tensor parallelism on both sides")
-    left, right = view_layers(*mine), view_layers(*yours)
-    if left.keys() != right.keys():
-        _differ(problems, f"{field}.entries.layer", _layers(left), _layers(right), "keep the same layers in the view")
-        return
-    for layer in sorted(left):
-        mine_sizes, your_sizes = _sizes(a, left[layer]), _sizes(b, right[layer])
-        if mine_sizes != your_sizes:
-            remedy = "use the same head size, KV dtype and buffers on both sides"
-            _differ(problems, f"{field}.entries.size of layer {layer}", mine_sizes, your_sizes, remedy)
-            return
-
-
-def _heads(view: PoolView) -> str:
-    return f"[{view.kv_heads.begin}, {view.kv_heads.end})"
-
-
-def _sizes(view: PoolView, buffers: list[int]) -> list[int]:
-    return [int(size) for size in view.entries.size[buffers]]

@@ -14,6 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from isthmus_core.keys import RequestKey as RequestKey
 from isthmus_core.tracing import TraceContext as TraceContext
+from kvtransfer.binding_ports import BindContext as BindContext
+from kvtransfer.binding_ports import BindFailed as BindFailed
+from kvtransfer.binding_ports import BindNews as BindNews
+from kvtransfer.binding_ports import Bound as Bound
+from kvtransfer.binding_ports import FirstTokensArrived as FirstTokensArrived
+from kvtransfer.binding_ports import ReceiveIntent as ReceiveIntent
+from kvtransfer.binding_ports import SendFirstTokens as SendFirstTokens
+from kvtransfer.probe_ports import PairProbe as PairProbe
+from kvtransfer.probe_ports import PeerProbed as PeerProbed
+from kvtransfer.probe_ports import ProbePeer as ProbePeer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +45,16 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """Blocks of one layer group on one rank, int32, in token order. -1 entries name no block."""
+    """Blocks of one layer group on one rank, int32, in token order. -1 entries name no block.
+
+    `begin`: first token wanted (destination) or held (source); blocks[0] holds it, or the first token after it that the
+    rank has. Recurrent groups list one slot.
+    """
 
     rank: int
     layer_group: int
     blocks: NDArray[np.int32]
+    begin: int = 0
 
 
 class TransferFailure(Enum):
@@ -68,11 +83,17 @@ class WriterOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SendOffer:
-    """A context leg offers pages. They stay pinned until its `SendOutcome`. `sources` lists blocks from token 0."""
+    """A context leg offers pages. They stay pinned until its `SendOutcome`. `sources` lists blocks from token 0.
+
+    Offered whole, or chunk by chunk: `chunk` counts from 0 (from 1 after BindContext), `more` says that others follow,
+    `tokens` are the chunk's.
+    """
 
     key: RequestKey
     tokens: TokenRange
     sources: tuple[RankBlocks, ...]
+    chunk: int = 0
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,8 @@ class Holder:
 class ReceiveRequest:
     """A generation leg exposes pages (blocks from `tokens.begin`) and asks `holder` for its cache.
 
-    The caller guarantees that every kernel that used the pages before has finished.
+    The caller guarantees that every kernel that used the pages before has finished. `may_retry`: after a failure the
+    same attempt may be asked for once more, with fresh pages; the holder keeps its own until then.
     """
 
     key: RequestKey
@@ -96,6 +118,7 @@ class ReceiveRequest:
     destinations: tuple[RankBlocks, ...]
     holder: Holder
     trace: TraceContext | None = None
+    may_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +167,7 @@ class ReceiveOutcome:
     """The cache has arrived (`failure` NONE, always settled) or will not arrive.
 
     A failure may come twice: first with `settled` False (tell the client, keep the pages), then True (free the pages).
+    `may_retry`: the holder still keeps its pages; ask once more with fresh ones, or cancel.
     """
 
     key: RequestKey
@@ -151,6 +175,7 @@ class ReceiveOutcome:
     failure: TransferFailure = TransferFailure.NONE
     reason: str = ""
     stats: HandoffStats | None = None
+    may_retry: bool = False
 
 
 # --- hub -> rank role
@@ -158,9 +183,13 @@ class ReceiveOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LoadPeer:
-    """Load the agents of a peer instance, build the plans, warm the connections. Answered by `PeerLoaded`."""
+    """Load the agents of a peer instance, build the plans, warm the connections. Answered by `PeerLoaded`.
+
+    `ranks`: all of the own instance in flat order, among which writers are elected; empty: this is the only one.
+    """
 
     peer: InstanceInfo
+    ranks: tuple[RankInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +204,8 @@ class ForgetPeer:
 class WriteOrder:
     """Write one attempt's tokens to one peer. Answered by one `TransferNotice` for each destination rank it names.
 
-    `sources` lists this rank's blocks from token 0; `destinations` the peer's blocks from `tokens.begin`.
+    `sources` lists this rank's blocks from token 0; `destinations` the peer's blocks from `tokens.begin`. `window` is
+    the part of `tokens` to write now, None for all; `receive` the number of the KvRequest that is served.
     """
 
     key: RequestKey
@@ -184,13 +214,16 @@ class WriteOrder:
     tokens: TokenRange
     sources: tuple[RankBlocks, ...]
     destinations: tuple[RankBlocks, ...]
+    receive: int = 0
+    window: TokenRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CancelWrite:
-    """Do not start what has not been posted. The notices of the order still come."""
+    """Do not start what has not been posted. The notices of the orders still come."""
 
     key: RequestKey
+    receive: int = 0
 
 
 # --- rank role -> hub
@@ -218,12 +251,15 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLoaded:
-    """Answer to `LoadPeer`. Empty `incompatibilities`: the pair works."""
+    """Answer to `LoadPeer`. Empty `incompatibilities`: the pair works. `later`: the reason passes by itself. `probes`:
+    what was measured, if anything."""
 
     instance_id: str
     incarnation: bytes
     incompatibilities: tuple[Incompatibility, ...] = ()
     plan_digest: bytes = b""
+    later: bool = False
+    probes: tuple[PairProbe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +278,7 @@ class TransferNotice:
     """One writer is done with one attempt and never touches the destination again.
 
     `not_held`: nothing was written because the context side does not hold the pages (never offered, expired,
-    withdrawn); only with NEVER_STARTED.
+    withdrawn); only with NEVER_STARTED. `receive`: number of the KvRequest that this answers.
     """
 
     key: RequestKey
@@ -253,12 +289,13 @@ class TransferNotice:
     reason: str = ""
     stats: TransferStats = field(default_factory=TransferStats)
     not_held: bool = False
+    receive: int = 0
 
 
-SchedulerToHub = SendOffer | ReceiveRequest | CancelTransfer
-HubToScheduler = SendOutcome | ReceiveOutcome
-HubToRank = LoadPeer | ForgetPeer | WriteOrder | CancelWrite
-RankToHub = RankReady | PeerLoaded | TransferNotice
+SchedulerToHub = SendOffer | ReceiveRequest | CancelTransfer | ReceiveIntent | BindContext | SendFirstTokens
+HubToScheduler = SendOutcome | ReceiveOutcome | BindNews
+HubToRank = LoadPeer | ForgetPeer | WriteOrder | CancelWrite | ProbePeer
+RankToHub = RankReady | PeerLoaded | TransferNotice | PeerProbed
 
 
 class SchedulerPort(Protocol):

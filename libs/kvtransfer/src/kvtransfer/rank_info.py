@@ -10,6 +10,7 @@ from kvtransfer.errors import GeometryError
 
 if TYPE_CHECKING:
     from kvtransfer.page_table import PageTable
+    from kvtransfer.pools import RegisteredRegion
 
 INCARNATION_BYTES = 16
 
@@ -86,32 +87,55 @@ class AgentDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Everything a peer must know about one rank before the first byte moves."""
+    """Everything a peer must know about one rank before the first byte moves. `extra`: as in PageTable.
+
+    `scratch`: memory that holds nothing; peers may write to it at any time to measure the way.
+    """
 
     rank: int
     topology: Topology
     page_table: PageTable
     agent: AgentDescriptor
+    extra: bytes = b""
+    scratch: RegisteredRegion | None = None
 
     def __post_init__(self) -> None:
         if self.rank != self.topology.flat_rank:
             raise GeometryError("rank", self.rank, f"topology says flat rank {self.topology.flat_rank}")
+        if self.scratch is not None:
+            for region in self.page_table.regions:
+                if region.overlaps(self.scratch):
+                    raise GeometryError("scratch.base_address", f"{self.scratch.base_address:#x}", "overlaps the cache")
+
+    @property
+    def regions(self) -> tuple[RegisteredRegion, ...]:
+        """Everything that is registered with the agent."""
+        return (*self.page_table.regions, *(() if self.scratch is None else (self.scratch,)))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """Tells two models of the same shape apart. `kv_dtype` as safetensors spells it ("F32", "BF16")."""
+    """Tells two models of the same shape apart. `kv_dtype` as safetensors spells it ("F32", "BF16").
+
+    `quantization` names the scheme of a quantised cache ("" = none), `scale_digest` its scales. A draft model whose
+    cache moves too has `draft_digest` over its weights and its own global layer ids, `draft_layers`.
+    """
 
     weights_digest: bytes
     attention_digest: bytes
     kv_dtype: str
+    quantization: str = ""
+    scale_digest: bytes = b""
+    draft_digest: bytes = b""
+    draft_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
     """One instance as its peers know it. `ranks` are complete and in flat order.
 
-    `exited_incarnations`: earlier incarnations on this host of which every process is proven to have exited.
+    `exited_incarnations`: earlier incarnations on this host of which every process is proven to have exited. `extra`:
+    as in PageTable.
     """
 
     instance_id: str
@@ -121,6 +145,7 @@ class InstanceInfo:
     model: ModelFingerprint
     ranks: tuple[RankInfo, ...]
     exited_incarnations: tuple[bytes, ...] = ()
+    extra: bytes = b""
 
     def __post_init__(self) -> None:
         if not self.instance_id:

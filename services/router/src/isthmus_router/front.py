@@ -11,7 +11,7 @@ from typing import Any
 from isthmus_core.config import RouterConfig, TlsConfig
 from isthmus_core.rpc import RpcServer
 from isthmus_router.grpc_server import InferenceServicer, add_inference_service
-from isthmus_router.http.app import make_app
+from isthmus_router.http.app import Limits, make_app
 from isthmus_router.http.server import HttpServer
 from isthmus_router.pipeline import Pipeline
 
@@ -29,9 +29,15 @@ async def serve(
     Raises StartError when the gRPC port is taken, and whatever ends the HTTP server before its time.
     """
     rpc = RpcServer(tls)
-    add_inference_service(rpc, InferenceServicer(pipeline, config.request_timeout_s))
-    app = make_app(pipeline, max_body_bytes=config.max_body_bytes, request_timeout_s=config.request_timeout_s)
-    http = HttpServer(app, http_socket, config.drain_s)
+    add_inference_service(rpc, InferenceServicer(pipeline, config.request_timeout_s, config.client_timeout_s))
+    app = make_app(pipeline, Limits(config.max_body_bytes, config.request_timeout_s, config.client_timeout_s))
+    http = HttpServer(
+        app,
+        http_socket,
+        config.drain_s,
+        max_connections=config.max_connections,
+        client_timeout_s=config.client_timeout_s,
+    )
     grpc_port = await rpc.start(config.listen, "router.listen")
     http.start()
     logger.info("router listens", extra={"grpc_port": grpc_port, "http_port": http.port})

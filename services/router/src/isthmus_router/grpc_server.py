@@ -4,50 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable
 from contextlib import aclosing
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import grpc.aio
-from isthmus.v1 import generation_pb2, inference_service_pb2, inference_service_pb2_grpc
+from isthmus.v1 import inference_service_pb2, inference_service_pb2_grpc
 
-from isthmus_core.errors import DeadlineExceeded, InvalidRequest, IsthmusError
+from isthmus_core.errors import DeadlineExceeded, IsthmusError
 from isthmus_core.rpc import RpcServer, abort_with, incoming_trace
-from isthmus_core.tracing import TraceContext
+from isthmus_router.grpc_messages import parse_generate, parse_text, to_response
 from isthmus_router.pipeline import Pipeline
-from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextInput, TokenInput
-from isthmus_router.tokenizer import Turn
+from isthmus_router.requests import GenerateRequest, TokenInput
 
-OPERATION = "isthmus.v1.InferenceService/Generate"
-
+T = TypeVar("T")
 _Request = inference_service_pb2.InferenceServiceGenerateRequest
-_Response = inference_service_pb2.InferenceServiceGenerateResponse
-_Context = grpc.aio.ServicerContext[_Request, _Response]
-_ListContext = grpc.aio.ServicerContext[
-    inference_service_pb2.ListModelsRequest, inference_service_pb2.ListModelsResponse
-]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
-    """The gRPC front end of a pipeline. `request_timeout_s`: deadline of calls that have none."""
+    """The gRPC front end of a pipeline. `request_timeout_s`: deadline of calls that have none; `client_timeout_s`: a
+    client that takes nothing from its stream for so long is dropped."""
 
-    def __init__(self, pipeline: Pipeline, request_timeout_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, request_timeout_s: float, client_timeout_s: float) -> None:
         self._pipeline = pipeline
         self._request_timeout_s = request_timeout_s
+        self._client_timeout_s = client_timeout_s
 
     async def Generate(self, request: _Request, context: _Context) -> None:
-        """Stream an answer. The client's deadline (or the configured one) covers the whole request."""
+        """Stream the answers. The client's deadline (or the configured one) covers the whole request."""
         timeout_s = self._timeout_s(context)
-        try:
-            # Also bounds a client that does not read: a write waits for it, whatever the legs do.
-            async with asyncio.timeout(timeout_s):
-                await self._stream(parse_request(request, timeout_s, incoming_trace(context)), context)
-        except TimeoutError:
-            await abort_with(context, DeadlineExceeded("the request", timeout_s))
-        except IsthmusError as error:
-            await abort_with(context, error)
+
+        async def generate() -> None:
+            await self._stream(parse_generate(request, timeout_s, incoming_trace(context)), context)
+
+        await self._bounded(generate(), context)
+
+    async def Tokenize(
+        self, request: inference_service_pb2.TokenizeRequest, context: _Context
+    ) -> inference_service_pb2.TokenizeResponse:
+        """Token ids of an input."""
+
+        async def tokenize() -> list[int]:
+            source = parse_text(request, special=not request.no_special_tokens, known="prompt and chat")
+            _, ids, _ = await self._pipeline.tokenize(request.model, source)
+            return ids
+
+        return inference_service_pb2.TokenizeResponse(token_ids=await self._bounded(tokenize(), context))
+
+    async def Detokenize(
+        self, request: inference_service_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_service_pb2.DetokenizeResponse:
+        """Text of token ids."""
+        source = TokenInput(tuple(request.token_ids), "token_ids")
+        work = self._pipeline.detokenize(request.model, source, skip_special=request.skip_special_tokens)
+        return inference_service_pb2.DetokenizeResponse(text=await self._bounded(work, context))
 
     async def ListModels(
-        self, request: inference_service_pb2.ListModelsRequest, context: _ListContext
+        self, request: inference_service_pb2.ListModelsRequest, context: _Context
     ) -> inference_service_pb2.ListModelsResponse:
         """Models that can be asked for now."""
         cards = [
@@ -56,56 +70,39 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         ]
         return inference_service_pb2.ListModelsResponse(models=cards)
 
+    async def _bounded(self, work: Awaitable[T], context: _Context) -> T:
+        """Do `work` within the call's deadline; its errors end the call."""
+        timeout_s = self._timeout_s(context)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except TimeoutError:
+            return await abort_with(context, DeadlineExceeded("the request", timeout_s))
+        except IsthmusError as error:
+            return await abort_with(context, error)
+
     async def _stream(self, request: GenerateRequest, context: _Context) -> None:
         first = True
         async with aclosing(self._pipeline.generate(request)) as parts:
             async for part in parts:
-                response = _to_response(part)
+                response = to_response(part)
                 if first:
                     response.request_id = part.request_id
                     first = False
+                await self._write(response, context)
+
+    async def _write(self, response: Any, context: _Context) -> None:
+        """A write waits for the client to read; the legs hold pages meanwhile."""
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
                 await context.write(response)
+        except TimeoutError:
+            raise DeadlineExceeded("reading the answer", self._client_timeout_s) from None
 
     def _timeout_s(self, context: _Context) -> float:
         # The stubs say float; without a deadline it is None or infinite, depending on grpc's version.
         left = cast("float | None", context.time_remaining())
         return self._request_timeout_s if left is None or math.isinf(left) else left
-
-
-def parse_request(request: _Request, timeout_s: float, trace: TraceContext | None) -> GenerateRequest:
-    """The request in a message. Raises InvalidRequest when it has no input."""
-    kind = request.WhichOneof("input")
-    if kind == "prompt":
-        source = TextInput(request.prompt)
-    elif kind == "chat":
-        turns = tuple(Turn(message.role, message.content) for message in request.chat.messages)
-        source = ChatInput(turns, "chat.messages")
-    elif kind == "prompt_token_ids":
-        source = TokenInput(tuple(request.prompt_token_ids.ids), "prompt_token_ids.ids")
-    else:
-        raise InvalidRequest("input", "absent", "set one of prompt, chat and prompt_token_ids")
-    return GenerateRequest(
-        operation=OPERATION,
-        model=request.model,
-        input=source,
-        timeout_s=timeout_s,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        ignore_eos=request.ignore_eos,
-        request_id=request.request_id,
-        trace=trace,
-    )
-
-
-def _to_response(part: Part | End) -> _Response:
-    if isinstance(part, Part):
-        return _Response(text=part.text, token_ids=part.token_ids)
-    finished = inference_service_pb2.GenerateFinished(
-        reason=generation_pb2.FinishReason.Name(part.reason.value),
-        prompt_tokens=part.prompt_tokens,
-        completion_tokens=part.completion_tokens,
-        report=part.report,
-    )
-    return _Response(text=part.text, finished=finished)
 
 
 def add_inference_service(rpc: RpcServer, servicer: InferenceServicer) -> None:

@@ -21,6 +21,7 @@ from isthmus_router.ports import (
     LegEvent,
     LegKind,
     Placement,
+    Sampling,
     Tokens,
     Workers,
 )
@@ -40,8 +41,8 @@ class Legs:
         placement: Placement,
         *,
         prompt: bytes,
-        max_tokens: int,
-        stop_token_ids: tuple[int, ...],
+        sampling: Sampling,
+        cache_salt: bytes,
         trace: TraceContext | None,
         left: Callable[[], float],
         timeout_s: float,
@@ -51,8 +52,8 @@ class Legs:
         self._key = key
         self._placement = placement
         self._prompt = prompt
-        self._max_tokens = max_tokens
-        self._stop_token_ids = stop_token_ids
+        self._sampling = sampling
+        self._cache_salt = cache_salt
         self._trace = trace
         self._left = left
         self._timeout_s = timeout_s
@@ -104,7 +105,7 @@ class Legs:
         """One call. `phases`: what the instance is doing before and after its first token."""
         phase = phases[0]
         context_phase = None if ready is None else ready.params
-        leg = Leg(self._key, kind, self._prompt, self._max_tokens, self._stop_token_ids, context_phase)
+        leg = Leg(self._key, kind, self._prompt, self._sampling, self._cache_salt, context_phase)
         call = self._workers.generate(instance, leg, timeout_s=self._left(), trace=self._trace)
         try:
             async with aclosing(call) as events:

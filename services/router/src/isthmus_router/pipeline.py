@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,13 @@ from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, N
 from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Span, TraceContext, Tracing
+from isthmus_router.answer import Answers, TextRules
 from isthmus_router.legs import Legs
-from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, ServedModel, Tokens, Workers
-from isthmus_router.preparation import budget, resolve_model, tokenise
+from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, Sampling, ServedModel, Tokens, Workers
+from isthmus_router.preparation import budget, detokenise, resolve_model, tokenise
 from isthmus_router.reporting import attributes, complete, describe
-from isthmus_router.requests import End, GenerateRequest, Part
+from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextInput, TokenInput
+from isthmus_router.sampling import check, resolve
 from isthmus_router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ class _Routed:
     key: RequestKey
     tokenizer: Tokenizer
     prompt: Sequence[int]
-    max_tokens: int
+    sampling: Sampling
     placement: Placement
     deadline: float
     route_s: float
@@ -118,6 +121,17 @@ class Pipeline:
             self._running -= 1
             span.end(error=error)
 
+    async def tokenize(self, model: str, source: TextInput | ChatInput) -> tuple[str, list[int], Tokenizer]:
+        """(served name, ids, tokenizer) of an input. Raises IsthmusError."""
+        name, tokenizer = self._resolve(model)
+        limit = self._max_text_bytes
+        return name, await tokenise(tokenizer, source, max_bytes=limit, executor=self._executor), tokenizer
+
+    async def detokenize(self, model: str, source: TokenInput, *, skip_special: bool) -> str:
+        """Text of ids. Raises IsthmusError."""
+        _, tokenizer = self._resolve(model)
+        return await detokenise(tokenizer, source, skip_special=skip_special, executor=self._executor)
+
     async def close(self, timeout_s: float = 5.0) -> None:
         """Wait for withdrawals under way, then let go of the threads. Requests must be over."""
         if self._aborts:
@@ -156,14 +170,16 @@ class Pipeline:
     async def _place(self, request: GenerateRequest, deadline: float, span: Span) -> _Routed:
         if request.request_id:
             check_request_id(request.request_id)
-        try:
-            model, tokenizer = resolve_model(request.model, self._tokenizers)
-        except UnknownModel as error:
-            raise UnknownModel(request.model, [served.name for served in self.models()]) from error
+        model, tokenizer = self._resolve(request.model)
+        check(request.sampling, tokenizer.vocab_size)
         try:
             async with asyncio.timeout(self._left(request, deadline)):
                 prompt = await tokenise(
-                    tokenizer, request.input, max_bytes=self._max_text_bytes, executor=self._executor
+                    tokenizer,
+                    request.input,
+                    max_bytes=self._max_text_bytes,
+                    executor=self._executor,
+                    limit=self._limit(model),
                 )
         except TimeoutError:
             raise DeadlineExceeded("tokenising the request", request.timeout_s) from None
@@ -180,11 +196,13 @@ class Pipeline:
             input_field=request.input.field,
             max_tokens_field=request.max_tokens_field,
         )
+        seed = random.getrandbits(64)
+        sampling = resolve(request.sampling, tokenizer.defaults, tokenizer.eos_ids, max_tokens, seed)
         placement = await self._coordinator.select(
             key, model, len(prompt), max_tokens, span.context, self._left(request, deadline)
         )
         route_s = self._clock() - request.arrived
-        return _Routed(key, tokenizer, prompt, max_tokens, placement, deadline, route_s)
+        return _Routed(key, tokenizer, prompt, sampling, placement, deadline, route_s)
 
     async def _explain_unserved(
         self, key: RequestKey, model: str, prompt_tokens: int, trace: TraceContext | None, timeout_s: float
@@ -193,60 +211,59 @@ class Pipeline:
         await self._coordinator.select(key, model, prompt_tokens, 1, trace, timeout_s)
         self._coordinator.finish(key)
 
+    def _resolve(self, model: str) -> tuple[str, Tokenizer]:
+        try:
+            return resolve_model(model, self._tokenizers)
+        except UnknownModel as error:
+            raise UnknownModel(model, [served.name for served in self.models()]) from error
+
     async def _answer(self, request: GenerateRequest, routed: _Routed, span: Span) -> AsyncGenerator[Part | End, None]:
-        detokenizer = routed.tokenizer.detokenizer()
-        stop_ids = () if request.ignore_eos else routed.tokenizer.eos_ids
-        request_id = routed.key.request_id
+        answers = _answers(request, routed)
         report = RequestReport()
         first_token_s: float | None = None
         handed_off = False
-        streamed: list[int] = []
-        legs = Legs(
+        async with aclosing(self._legs(request, routed, span).run()) as events:
+            async for event in events:
+                match event:
+                    case Tokens():
+                        chunks: Sequence[Tokens] = (event,)
+                    case ContextReady():
+                        handed_off = True
+                        report.MergeFrom(event.report)
+                        chunks = event.first_tokens
+                    case Finished():
+                        report.MergeFrom(event.report)
+                        answers.check_ended()
+                        break
+                for part in filter(None, map(answers.push, chunks)):
+                    if first_token_s is None and part.token_ids:
+                        first_token_s = self._clock() - request.arrived
+                        span.event("first_token")
+                    yield part
+                if answers.cut_short:
+                    # Leaving the legs cancels what the workers would still do.
+                    break
+            else:
+                raise InternalError(f"the legs of request {routed.key} ended without an end")
+        total_s = self._clock() - request.arrived
+        complete(report, routed.placement, handed_off, routed.route_s, first_token_s, total_s)
+        describe(span, answers.reasons, answers.tokens, report)
+        cached = report.cached_tokens
+        yield End(routed.key.request_id, len(routed.prompt), answers.tokens, cached, report)
+
+    def _legs(self, request: GenerateRequest, routed: _Routed, span: Span) -> Legs:
+        return Legs(
             self._workers,
             routed.key,
             routed.placement,
             prompt=token_ids.pack(routed.prompt),
-            max_tokens=routed.max_tokens,
-            stop_token_ids=stop_ids,
+            sampling=routed.sampling,
+            cache_salt=request.cache_salt,
             trace=span.context,
             left=lambda: self._left(request, routed.deadline),
             timeout_s=request.timeout_s,
             withdraw=self._withdraw,
         )
-        async with aclosing(legs.run()) as events:
-            async for event in events:
-                match event:
-                    case Tokens(ids):
-                        fresh = ids
-                    case ContextReady():
-                        handed_off = True
-                        report.MergeFrom(event.report)
-                        # A context instance may have streamed its first tokens before.
-                        fresh = event.first_tokens[len(streamed) :]
-                    case Finished():
-                        report.MergeFrom(event.report)
-                        total_s = self._clock() - request.arrived
-                        complete(report, routed.placement, handed_off, routed.route_s, first_token_s, total_s)
-                        describe(span, event.reason, len(streamed), report)
-                        yield End(
-                            request_id,
-                            detokenizer.finish(),
-                            event.reason,
-                            len(routed.prompt),
-                            len(streamed),
-                            report,
-                        )
-                        return
-                if not fresh:
-                    continue
-                if first_token_s is None:
-                    first_token_s = self._clock() - request.arrived
-                    span.event("first_token")
-                streamed.extend(fresh)
-                # The token that ends the answer has no text, whether or not the vocabulary marks it as special.
-                shown = fresh[:-1] if fresh[-1] in stop_ids else fresh
-                yield Part(request_id, detokenizer.push(shown), fresh)
-        raise InternalError(f"the legs of request {routed.key} ended without an end")
 
     def _left(self, request: GenerateRequest, deadline: float) -> float:
         left = deadline - self._clock()
@@ -275,3 +292,18 @@ class Pipeline:
                 error.message,
                 extra={"request_id": key.request_id, "peer": placement.context.instance_id},
             )
+
+
+def _answers(request: GenerateRequest, routed: _Routed) -> Answers:
+    options, tokenizer = request.sampling, routed.tokenizer
+    rules = TextRules(
+        options.stop, frozenset(routed.sampling.stop_token_ids), options.include_stop, routed.sampling.min_tokens
+    )
+    return Answers(
+        routed.key.request_id,
+        routed.sampling.n,
+        rules,
+        tokenizer.eos_ids,
+        lambda: tokenizer.detokenizer(skip_special=options.skip_special),
+        tokenizer.token_bytes,
+    )

@@ -90,15 +90,39 @@ class LegKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a worker chooses tokens and when an answer stops, as `isthmus.v1.SamplingParams`; every field is explicit.
+
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 and `repetition_penalty` 1 do nothing.
+    `logit_bias`: (token id, bias). `n` answers. `logprobs`: None = none, k = the chosen token's and the k best.
+    """
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Leg:
     """One call of a worker. `context_phase` is set exactly for GENERATION; it is passed on unread, so that fields that
-    this router does not know reach the generation instance."""
+    this router does not know reach the generation instance. Requests with different `cache_salt` share no cache."""
 
     key: RequestKey
     kind: LegKind
     prompt: bytes
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
+    cache_salt: bytes = b""
     context_phase: ContextPhaseParams | None = None
 
 
@@ -110,26 +134,36 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of the chosen token, and (token id, log probability) of the best ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens."""
+    """New tokens of answer `sample` in [0, n). `logprobs`: one per token if asked for. `reason`: on the last chunk."""
 
     ids: tuple[int, ...]
+    sample: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReady:
-    """Last event of a context leg whose pages are held for the hand-off."""
+    """Last event of a context leg whose pages are held for the hand-off. `first_tokens`: one chunk per answer."""
 
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[Tokens, ...]
     params: ContextPhaseParams
     report: RequestReport
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last event of a request."""
+    """Last event of a request: every answer has had its last chunk."""
 
-    reason: FinishReason
     report: RequestReport
 
 

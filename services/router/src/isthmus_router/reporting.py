@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.duration_pb2 import Duration
 from isthmus.v1.generation_pb2 import RequestReport
 
@@ -20,6 +22,10 @@ def attributes(request: GenerateRequest) -> dict[str, AttributeValue]:
     }
     if request.max_tokens is not None:
         known["gen_ai.request.max_tokens"] = request.max_tokens
+    if request.label:
+        known["isthmus.client_request_id"] = request.label
+    if request.sampling.n > 1:
+        known["gen_ai.request.choice.count"] = request.sampling.n
     return known
 
 
@@ -41,10 +47,10 @@ def complete(
         report.generation_instance = placement.generation.instance_id
 
 
-def describe(span: Span, reason: FinishReason, completion_tokens: int, report: RequestReport) -> None:
+def describe(span: Span, reasons: Sequence[FinishReason], completion_tokens: int, report: RequestReport) -> None:
     """Set the root span's attributes of an answer that is complete."""
     span.set("gen_ai.usage.output_tokens", completion_tokens)
-    span.set("isthmus.finish_reason", reason.name.lower())
+    span.set("isthmus.finish_reason", ",".join(sorted({reason.name.lower() for reason in reasons})))
     span.set("isthmus.time_to_first_token_ms", report.time_to_first_token.ToNanoseconds() / 1e6)
 
 

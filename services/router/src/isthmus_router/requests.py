@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from isthmus.v1.generation_pb2 import RequestReport
 
 from isthmus_core.tracing import TraceContext
+from isthmus_router.chat import Conversation
 from isthmus_router.ports import FinishReason
-from isthmus_router.tokenizer import Turn
+from isthmus_router.sampling import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """Plain text. `field` is what the client calls it, for error messages."""
+    """Plain text. `field` is what the client calls it, for error messages. `special`: with the special tokens that the
+    model expects around it."""
 
     text: str
     field: str = "prompt"
+    special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,9 @@ class TokenInput:
 class ChatInput:
     """A conversation."""
 
-    turns: tuple[Turn, ...]
+    chat: Conversation
     field: str = "messages"
+    arguments_field: str = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,9 @@ class GenerateRequest:
     """One request for text.
 
     `operation` names the root span. `max_tokens` None: `default_max_tokens`, at most what the model's context leaves
-    (all of that when it is None too). `timeout_s` counts from `arrived` (monotonic seconds); `arrived_ns` is the same
-    moment in Unix time.
+    (all of that when it is None too). Requests with different `cache_salt` share no cache. `label` is the client's name
+    for the request, for traces. `timeout_s` counts from `arrived` (monotonic seconds); `arrived_ns` is the same moment
+    in Unix time.
     """
 
     operation: str
@@ -52,29 +57,55 @@ class GenerateRequest:
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     default_max_tokens: int | None = None
-    ignore_eos: bool = False
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    cache_salt: bytes = b""
     request_id: int = 0
+    label: str = ""
     trace: TraceContext | None = None
     arrived: float = field(default_factory=time.monotonic)
     arrived_ns: int = field(default_factory=time.time_ns)
 
 
 @dataclass(frozen=True, slots=True)
+class RatedToken:
+    """A token, the bytes that it stands for (not always whole characters), and its log probability."""
+
+    token: int
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities at one position: of the chosen token and of the best ones."""
+
+    chosen: RatedToken
+    top: tuple[RatedToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """New tokens and the text that became complete with them (may be empty)."""
+    """New tokens of answer `index` and the text that became complete with them (may be empty).
+
+    `logprobs`: one per token when asked for. `reason` is set on the answer's last part; `stopped_by` then names the
+    stop string or the stop token that ended it (None: the model's own end).
+    """
 
     request_id: int
+    index: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    reason: FinishReason | None = None
+    stopped_by: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Last part: text that was still held back, why the answer ended, and where the time went."""
+    """Last part of a request, after the last part of every answer: what it took and where the time went."""
 
     request_id: int
-    text: str
-    reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     report: RequestReport

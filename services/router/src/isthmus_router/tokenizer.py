@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,14 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from isthmus_core.config import ModelConfig
 from isthmus_core.errors import ConfigError
 from isthmus_router.byte_tokenizer import ByteTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
+from isthmus_router.chat import Conversation
+from isthmus_router.pieces import TokenPieces
+from isthmus_router.sampling import SamplingDefaults, read_defaults
 
 
 class ChatRefused(ValueError):
@@ -58,28 +52,45 @@ class Tokenizer(Protocol):
         """Ids that end an answer."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text, with the special tokens that the model expects around it."""
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """Sampling values of requests that name none."""
         ...
 
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
-        """Ids of a conversation in the model's chat template, ready for the assistant's answer.
-
-        Raises ChatRefused.
-        """
+    @property
+    def longest_token(self) -> int | None:
+        """Most bytes of text that one token can stand for; None when there is no such number."""
         ...
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer, for one answer."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of plain text; with `special` with the special tokens that the model expects around it."""
+        ...
+
+    def encode_chat(self, chat: Conversation) -> list[int]:
+        """Ids of a conversation in the model's chat template. Raises ChatRefused."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ids, all at once."""
+        ...
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        """A fresh detokenizer, for one answer. With `skip_special` special tokens have no text."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for: those of its own, which need not be whole characters. Special tokens have
+        their name."""
         ...
 
 
 class FastDetokenizer:
-    """Streaming detokenizer over a `tokenizers` backend; special tokens have no text."""
+    """Streaming detokenizer over a `tokenizers` backend. With `skip_special` special tokens have no text."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, skip_special: bool = True) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip_special = skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._shown: list[int] = []
         self._held: list[int] = []
 
@@ -98,8 +109,8 @@ class FastDetokenizer:
     def finish(self) -> str:
         if not self._held:
             return ""
-        before = self._backend.decode(self._shown, skip_special_tokens=True)
-        after = self._backend.decode(self._shown + self._held, skip_special_tokens=True)
+        before = self._backend.decode(self._shown, skip_special_tokens=self._skip_special)
+        after = self._backend.decode(self._shown + self._held, skip_special_tokens=self._skip_special)
         self._held = []
         return after[len(before) :]
 
@@ -107,11 +118,19 @@ class FastDetokenizer:
 class FastTokenizer:
     """Tokenizer of a model folder."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        eos_ids: tuple[int, ...],
+        vocab_size: int,
+        defaults: SamplingDefaults,
+    ) -> None:
         self._tokenizer: Any = tokenizer  # transformers is typed in part only
         self._backend: Backend = tokenizer.backend_tokenizer
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
+        self._defaults = defaults
+        self._pieces = TokenPieces(self._backend)
 
     @property
     def vocab_size(self) -> int:
@@ -121,23 +140,43 @@ class FastTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         return self._eos_ids
 
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, special=True)
+    @property
+    def defaults(self) -> SamplingDefaults:
+        return self._defaults
 
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
+    @property
+    def longest_token(self) -> int | None:
+        return self._pieces.longest
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return self._encode(text, special=special)
+
+    def encode_chat(self, chat: Conversation) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ChatRefused("the model has no chat template; send a prompt instead of messages")
-        rows = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
-            text = self._tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
+            text = self._tokenizer.apply_chat_template(
+                [turn.row() for turn in chat.turns],
+                tools=[dict(tool) for tool in chat.tools] or None,
+                tokenize=False,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **chat.arguments,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
             # Templates refuse what they can not express (order of roles, a system turn) by raising.
             raise ChatRefused(f"the model's chat template refuses them: {error}") from error
         # The template wrote the special tokens itself.
         return self._encode(text, special=False)
 
-    def detokenizer(self) -> FastDetokenizer:
-        return FastDetokenizer(self._backend)
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def detokenizer(self, *, skip_special: bool = True) -> FastDetokenizer:
+        return FastDetokenizer(self._backend, skip_special=skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._pieces.bytes_of(token)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # The batch call lets go of the interpreter lock, `encode` does not.
@@ -163,7 +202,8 @@ def open_tokenizer(model: ModelConfig) -> Tokenizer:
     generation = _read_json(model.path / "generation_config.json")
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id")) or _ids(tokenizer.eos_token_id)
     vocab_size = config.get("vocab_size")
-    return FastTokenizer(tokenizer, eos, vocab_size if isinstance(vocab_size, int) else len(tokenizer))
+    size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
+    return FastTokenizer(tokenizer, eos, size, read_defaults(generation, model.path / "generation_config.json"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,25 +11,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2, worker_service_pb2_grpc
+from isthmus.v1 import worker_service_pb2, worker_service_pb2_grpc
 
-from isthmus_core import token_ids
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, from_rpc_error
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import open_channel, outgoing_metadata
 from isthmus_core.tracing import TraceContext
-from isthmus_router.ports import (
-    ConnectionLost,
-    ContextReady,
-    Finished,
-    FinishReason,
-    InstanceRef,
-    Leg,
-    LegEvent,
-    LegKind,
-    Tokens,
-)
+from isthmus_router.ports import ConnectionLost, InstanceRef, Leg, LegEvent, Tokens
+from isthmus_router.worker_messages import to_event, to_key, to_request
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +61,11 @@ class WorkerClient:
     ) -> AsyncGenerator[LegEvent, None]:
         """Run a leg (contract: `ports.Workers.generate`)."""
         connection = self._acquire(instance)
-        call = connection.stub.Generate(_to_request(leg), timeout=timeout_s, metadata=outgoing_metadata(trace))
+        call = connection.stub.Generate(to_request(leg), timeout=timeout_s, metadata=outgoing_metadata(trace))
         ended = False
         try:
             async for response in call:
-                event = _to_event(response, leg, instance)
+                event = to_event(response, leg, instance)
                 ended = not isinstance(event, Tokens)
                 yield event
                 if ended:
@@ -94,7 +84,7 @@ class WorkerClient:
     async def abort(self, instance: InstanceRef, key: RequestKey) -> None:
         """Withdraw a context leg (contract: `ports.Workers.abort`)."""
         connection = self._acquire(instance)
-        request = worker_service_pb2.AbortRequest(key=_to_key(key))
+        request = worker_service_pb2.AbortRequest(key=to_key(key))
         try:
             await connection.stub.Abort(request, timeout=ABORT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -173,34 +163,3 @@ class WorkerClient:
                 self._drop(key)
             return ConnectionLost(f"instance {instance.instance_id} at {instance.endpoint}: {error.details()}")
         return from_rpc_error(error)
-
-
-def _to_key(key: RequestKey) -> common_pb2.RequestKey:
-    return common_pb2.RequestKey(request_id=key.request_id, attempt=key.attempt)
-
-
-def _to_request(leg: Leg) -> _Request:
-    return _Request(
-        key=_to_key(leg.key),
-        request_type=worker_service_pb2.RequestType.Name(leg.kind.value),
-        prompt=common_pb2.TokenIds(le_uint32=leg.prompt),
-        sampling=generation_pb2.SamplingParams(max_tokens=leg.max_tokens, stop_token_ids=leg.stop_token_ids),
-        context_phase=leg.context_phase,
-    )
-
-
-def _to_event(response: _Response, leg: Leg, instance: InstanceRef) -> LegEvent:
-    """The event in a worker's message. Raises InternalError when the worker breaks the protocol."""
-    kind = response.WhichOneof("event")
-    try:
-        if kind == "tokens":
-            return Tokens(token_ids.unpack(response.tokens.le_uint32))
-        if kind == "context_ready" and leg.kind is LegKind.CONTEXT:
-            ready = response.context_ready
-            first = token_ids.unpack(ready.params.first_tokens.le_uint32)
-            return ContextReady(first, ready.params, ready.report)
-        if kind == "finished":
-            return Finished(FinishReason(int(response.finished.reason)), response.finished.report)
-    except ValueError as error:
-        raise InternalError(f"instance {instance.instance_id} sent a broken {kind}: {error}") from error
-    raise InternalError(f"instance {instance.instance_id} sent {kind or 'an unknown event'} in a {leg.kind.name} leg")

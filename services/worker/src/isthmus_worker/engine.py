@@ -31,10 +31,47 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Greedy decoding: at most `max_tokens` (>= 1, the first token counts), ended by any of `stop_token_ids`."""
+    """How tokens are chosen and when an answer stops, as `isthmus.v1.SamplingParams`; every field is explicit.
+
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 and `repetition_penalty` 1 do nothing.
+    `logit_bias`: (token id, bias) pairs. `n` answers. `logprobs`: None = none, k = the chosen token's and the k best.
+    """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of the chosen token, and (token id, log probability) of the best ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of answer `sample` in [0, n). `logprobs`: one per token when asked for. `reason`: on the last chunk.
+
+    A generation leg does not repeat the context leg's first tokens.
+    """
+
+    ids: tuple[int, ...]
+    sample: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +79,7 @@ class ContextPhase:
     """The context leg's result: what a generation leg needs to fetch the cache and go on."""
 
     key: RequestKey
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[Tokens, ...]
     prompt_tokens: int
     holder: Holder
 
@@ -57,6 +94,7 @@ class EngineRequest:
     sampling: Sampling
     context_phase: ContextPhase | None = None
     trace: TraceContext | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +107,10 @@ class HandoffReport:
 
 @dataclass(frozen=True, slots=True)
 class LegReport:
-    """Where the time of one leg went, in seconds. None = did not happen."""
+    """Where the time of one leg went, in seconds. None = did not happen.
+
+    `handoff_failures`: why hand-offs failed; another one followed, or (`recomputed`) the prompt was computed here.
+    """
 
     context_queue: float | None = None
     prefill: float | None = None
@@ -77,28 +118,24 @@ class LegReport:
     generation_queue: float | None = None
     decode: float | None = None
     decode_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens. A generation leg does not repeat the context leg's first tokens."""
-
-    ids: tuple[int, ...]
+    cached_tokens: int = 0
+    handoff_failures: tuple[str, ...] = ()
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReady:
-    """A context leg is done and its pages are held. Last event of the leg."""
+    """A context leg is done and its pages are held. Last event of the leg. `first_tokens`: one chunk per sample; at
+    least one of them has not ended."""
 
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[Tokens, ...]
     report: LegReport
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request has ended. Last event of the leg."""
+    """Every answer has had its last chunk. Last event of the leg."""
 
-    reason: FinishReason
     report: LegReport
 
 
@@ -133,10 +170,15 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """Blocks became reusable (`stored`) or stopped being so. Keys as `isthmus_core.block_keys` makes them."""
+    """Blocks became reusable (`stored`) or stopped being so. Keys as `isthmus_core.block_keys` makes them.
+
+    `reset`: forget everything known before; `stored` is all there is. The first event of a stream is one, and so is
+    the next one of a reader that has fallen far behind.
+    """
 
     stored: tuple[bytes, ...] = field(default_factory=tuple)
     removed: tuple[bytes, ...] = field(default_factory=tuple)
+    reset: bool = False
 
 
 class Engine(Protocol):

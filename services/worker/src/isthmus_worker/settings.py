@@ -12,7 +12,7 @@ from isthmus_core.errors import ConfigError
 from isthmus_core.process import split_address
 from kvtransfer.agents import known_agents
 from kvtransfer.agents.nixl_env import has_rdma, prepare_environment
-from kvtransfer.config import TransferConfig
+from kvtransfer.config import OnFailure, TransferConfig
 from kvtransfer.errors import AgentUnavailable
 from kvtransfer.rank_info import InstanceRole
 
@@ -113,6 +113,13 @@ def transfer_settings(config: IsthmusConfig) -> TransferConfig:
         handoff_hold_s=transfer.handoff_hold_s,
         drain_s=transfer.drain_s,
         ping_s=transfer.ping_interval_s,
+        in_doubt_s=transfer.in_doubt_s,
+        fence_writer=transfer.fence_writer,
+        leak_budget_bytes=transfer.leak_budget_bytes,
+        max_held_requests=transfer.max_held_requests,
+        max_held_share=transfer.max_held_share,
+        on_failure=OnFailure(transfer.on_transfer_failure),
+        max_peers=transfer.max_peers,
     )
 
 

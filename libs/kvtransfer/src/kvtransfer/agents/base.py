@@ -20,39 +20,61 @@ if TYPE_CHECKING:
     from kvtransfer.regions import RegionPairs
 
 
+class Operation(Enum):
+    """Which side of a transfer is remote: the destination of a WRITE, the source of a READ."""
+
+    WRITE = 1
+    READ = 2
+
+
 class WriteState(Enum):
-    """Where a posted write is."""
+    """Where a posted transfer is."""
 
     IN_FLIGHT = 1
     # Every byte has arrived.
     DONE = 2
-    # Not every byte has arrived and none will: the write is over.
+    # Not every byte has arrived and none will: the transfer is over.
     FAILED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """`reason` is set when FAILED. `peer_lost`: the peer or the way to it is gone, not only this write."""
+    """`reason` is set when FAILED. `peer_lost`: the peer or the way to it is gone, not only this transfer."""
 
     state: WriteState
     reason: str = ""
     peer_lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AgentCapabilities:
+    """What an agent can do in this process, found out when it was made.
+
+    `engine`: library and version. `plugins`: what the library could load; `backends`: what it did load. `paths`: names
+    of the ways bytes can take, of which `Agent.path` begins with one.
+    """
+
+    engine: str
+    memory_kinds: frozenset[MemoryKind]
+    paths: tuple[str, ...]
+    plugins: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+
+
 class WriteHandle(Protocol):
-    """One posted write. Opaque to all but the agent that made it."""
+    """One posted transfer. Opaque to all but the agent that made it."""
 
     @property
     def remote(self) -> str:
-        """Name of the agent that owns the destination."""
+        """Name of the agent that owns the other side."""
         ...
 
 
 class Agent(Protocol):
-    """One-sided writes from registered memory into the registered memory of named remote agents.
+    """One-sided transfers between registered memory and the registered memory of named remote agents.
 
     Errors: AgentError for what this side did wrong or can not do, PeerLost when the peer is gone, AgentBroken when the
-    agent can no longer tell whether posted writes are over; then only the end of the process settles them.
+    agent can no longer tell whether posted transfers are over; then only the end of the process settles them.
     """
 
     @property
@@ -60,12 +82,23 @@ class Agent(Protocol):
         """Unique over time: host, pid and a random part."""
         ...
 
+    @property
+    def capabilities(self) -> AgentCapabilities:
+        """What it can do here."""
+        ...
+
     def register(self, regions: Sequence[RegisteredRegion]) -> None:
-        """Once, before `descriptor`. The memory must not move and must outlive the agent. Raises AgentError."""
+        """At least once, before `descriptor`; later calls add to it. The memory must not move while it is registered.
+        Raises AgentError, also for a kind of memory that the agent lacks."""
+        ...
+
+    def deregister(self, regions: Sequence[RegisteredRegion]) -> None:
+        """Takes back one `register`. No transfer may be open (AgentError). No fence: what peers have posted into the
+        memory may still land, so it stays allocated until they are done."""
         ...
 
     def descriptor(self) -> AgentDescriptor:
-        """What peers need for `load_remote`."""
+        """What peers need for `load_remote`: describes what is registered now."""
         ...
 
     def load_remote(self, remote: AgentDescriptor, regions: Sequence[RegisteredRegion]) -> None:
@@ -74,16 +107,21 @@ class Agent(Protocol):
         ...
 
     def forget_remote(self, name: str) -> None:
-        """Drops a peer; nothing when it is not known. No write to it may be open (AgentError)."""
+        """Drops a peer; nothing when it is not known. No transfer with it may be open (AgentError)."""
+        ...
+
+    def check_remote(self, name: str, regions: Sequence[RegisteredRegion] = ()) -> bool:
+        """True when the peer is loaded and memory in every one of the regions may be named. Says nothing about whether
+        the peer lives."""
         ...
 
     def path(self, remote: str) -> str:
         """The way bytes take to a loaded peer, as far as it is known."""
         ...
 
-    def submit(self, pairs: RegionPairs, remote: str) -> WriteHandle:
-        """Posts one write of at least one run. Raises AgentError when nothing was posted; a post that fails half-way
-        returns a handle that polls as FAILED."""
+    def submit(self, pairs: RegionPairs, remote: str, operation: Operation = Operation.WRITE) -> WriteHandle:
+        """Posts one transfer of at least one run, from `pairs.src` to `pairs.dst`. Raises AgentError when nothing was
+        posted; a post that fails half-way returns a handle that polls as FAILED."""
         ...
 
     def poll(self, handle: WriteHandle) -> WriteStatus:
@@ -91,12 +129,29 @@ class Agent(Protocol):
         ...
 
     def release(self, handle: WriteHandle) -> None:
-        """Ends a handle of which the write is over (AgentError otherwise). Once per handle."""
+        """Ends a handle of which the transfer is over (AgentError otherwise). Once per handle."""
+        ...
+
+    def notify(self, remote: str, message: bytes) -> None:
+        """Sends a short message to a loaded peer, in order with other messages, unordered with transfers. Raises
+        AgentError, PeerLost."""
+        ...
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Messages that have arrived since the last call, with the name of the sender. Never waits."""
         ...
 
     def close(self) -> None:
-        """Deregisters and ends the agent. No write may be open (AgentError). Idempotent."""
+        """Deregisters and ends the agent. No transfer may be open (AgentError). Idempotent."""
         ...
+
+
+def refuse_kinds(regions: Sequence[RegisteredRegion], can: frozenset[MemoryKind], engine: str) -> None:
+    """Raises AgentError naming the first kind of memory that the agent lacks, and those it has."""
+    for region in regions:
+        if region.memory_kind not in can:
+            known = ", ".join(sorted(kind.name for kind in can))
+            raise AgentError(f"{engine} can not register {region.memory_kind.name} memory here, only {known}")
 
 
 class RegionIndex:
@@ -127,3 +182,10 @@ class RegionIndex:
             run = f"{int(addresses[at]):#x} + {int(lengths[at])}"
             raise AgentError(f"run {run} is not inside one registered region of {self.owner}")
         return self._devices[index]
+
+    def covers(self, regions: Sequence[RegisteredRegion]) -> bool:
+        """True when every region lies inside one of these."""
+        return all(
+            any(one.base_address <= region.base_address and region.end <= one.end for one in self.regions)
+            for region in regions
+        )

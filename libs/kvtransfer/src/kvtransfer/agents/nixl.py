@@ -7,14 +7,14 @@ be known is AgentBroken, never a guess.
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtransfer.agents.base import RegionIndex, WriteHandle, WriteState, WriteStatus
+from kvtransfer.agents import nixl_api
+from kvtransfer.agents.base import Operation, RegionIndex, WriteHandle, WriteState, WriteStatus, refuse_kinds
 from kvtransfer.agents.naming import unique_agent_name
 from kvtransfer.agents.nixl_env import (
     Place,
@@ -37,35 +37,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvtransfer.agents.base import AgentCapabilities
+    from kvtransfer.agents.nixl_api import Nixl
     from kvtransfer.page_table import RegisteredRegion
     from kvtransfer.regions import RegionPairs
 
 BACKEND = "nixl"
-# Microseconds that the progress thread sleeps between two looks. Measured: no slower than 0 over CMA and TCP, and an
-# idle process uses 2 % of a core instead of all it can get.
-PROGRESS_PAUSE_US = 100
 # Raised by a post before anything has left: the write never started.
 _NOT_POSTED = ("nixlInvalidParamError", "nixlNotFoundError", "nixlNotAllowedError", "nixlMismatchError")
 # The endpoint is closed: everything that was on it is over.
 _LOST = ("nixlRemoteDisconnectError", "nixlCancelledError")
-
-
-class _Nixl(Protocol):
-    """The part of nixl_agent that is used here. Descriptor lists and handles are opaque."""
-
-    def register_memory(self, reg_list: NDArray[np.uint64], mem_type: str) -> object: ...
-    def deregister_memory(self, dereg_list: object) -> None: ...
-    def get_agent_metadata(self) -> bytes: ...
-    def add_remote_agent(self, metadata: bytes) -> bytes | str: ...
-    def remove_remote_agent(self, agent: str) -> None: ...
-    def make_connection(self, remote_agent: str) -> None: ...
-    def get_xfer_descs(self, descs: NDArray[np.uint64], mem_type: str) -> object: ...
-    def initialize_xfer(
-        self, operation: str, local_descs: object, remote_descs: object, remote_agent: str
-    ) -> object: ...
-    def transfer(self, handle: object) -> str: ...
-    def check_xfer_state(self, handle: object) -> str: ...
-    def release_xfer_handle(self, handle: object) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,31 +66,6 @@ class _Remote:
     path: str
 
 
-class _PatientBindings:
-    """NIXL's bindings, except that the progress thread of a new agent pauses between two looks."""
-
-    def __init__(self, bindings: Any) -> None:
-        self._bindings = bindings
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bindings, name)
-
-    def nixlAgent(self, name: str, config: Any) -> object:
-        config.pthrDelay = PROGRESS_PAUSE_US
-        return self._bindings.nixlAgent(name, config)
-
-
-def _open(api: Any, name: str, config: object) -> _Nixl:
-    """A new agent. NIXL's Python class sets the pause of the progress thread to 0, with which every idle process keeps
-    a core busy, and takes no other value: it sees these bindings while it starts."""
-    bindings = api.nixlBind
-    api.nixlBind = _PatientBindings(bindings)
-    try:
-        return cast("_Nixl", api.nixl_agent(name, config))
-    finally:
-        api.nixlBind = bindings
-
-
 class NixlAgent:
     """See `agents.base.Agent`. Raises AgentUnavailable when NIXL or UCX can not work on this machine."""
 
@@ -118,24 +74,16 @@ class NixlAgent:
         self._rdma = has_rdma()
         prepare_environment(os.environ, self._rdma)
         wheel = choose_wheel(loaded_torch_cuda(), installed_wheels())
+        api, self._errors = nixl_api.load(wheel)
+        tls = os.environ.get("UCX_TLS", "")
         try:
-            api = importlib.import_module(f"{wheel}._api")
-            self._errors = tuple(
-                cast("type[Exception]", value)
-                for name, value in vars(importlib.import_module(f"{wheel}._bindings")).items()
-                if name.startswith("nixl") and name.endswith("Error")
-            )
-        except ImportError as error:
-            raise AgentUnavailable(f"{wheel} can not be loaded: {error}") from error
-        try:
-            # Writes need progress at their target too: the progress thread stays on.
-            config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-            self._nixl = _open(api, self._name, config)
+            nixl = nixl_api.open_agent(api, self._name)
+            self._capabilities = nixl_api.probe(wheel, nixl, tls, self._rdma)
         except self._errors as error:
-            tls = os.environ.get("UCX_TLS", "not set")
-            raise AgentUnavailable(f"UCX can not start ({_name(error)}); UCX_TLS is {tls}") from error
+            raise AgentUnavailable(f"UCX can not start ({_name(error)}); UCX_TLS is {tls or 'not set'}") from error
+        self._nixl: Nixl | None = nixl
+        self._calls: dict[tuple[RegisteredRegion, ...], object] = {}
         self._regions: RegionIndex | None = None
-        self._registration: object = None
         self._remotes: dict[str, _Remote] = {}
         self._open: set[NixlWrite] = set()
 
@@ -143,17 +91,34 @@ class NixlAgent:
     def name(self) -> str:
         return self._name
 
+    @property
+    def capabilities(self) -> AgentCapabilities:
+        return self._capabilities
+
     def register(self, regions: Sequence[RegisteredRegion]) -> None:
-        if self._regions is not None:
-            raise AgentError(f"agent {self._name} has registered its memory already")
-        index = RegionIndex(regions, self._name)
-        rows = np.array([(one.base_address, one.size_bytes, one.device_id) for one in index.regions], np.uint64)
+        refuse_kinds(regions, self._capabilities.memory_kinds, self._capabilities.engine)
+        call = tuple(regions)
+        if call in self._calls:
+            raise AgentError(f"agent {self._name} has registered these {len(call)} regions already")
+        everything = RegionIndex([one for known in (*self._calls, call) for one in known], self._name)
+        rows = np.array([(one.base_address, one.size_bytes, one.device_id) for one in call], np.uint64)
         try:
-            self._registration = self._api.register_memory(rows, _memory(index))
+            self._calls[call] = self._api.register_memory(rows, _memory(everything))
         except self._errors as error:
             total = sum(region.size_bytes for region in regions)
-            raise AgentError(f"NIXL refuses to register {total} bytes of {_memory(index)}: {_name(error)}") from error
-        self._regions = index
+            raise AgentError(
+                f"NIXL refuses to register {total} bytes of {_memory(everything)}: {_name(error)}"
+            ) from error
+        self._regions = everything
+
+    def deregister(self, regions: Sequence[RegisteredRegion]) -> None:
+        call = tuple(regions)
+        if call not in self._calls:
+            raise AgentError(f"agent {self._name} has not registered these {len(call)} regions together")
+        self._require_quiet()
+        self._api.deregister_memory(self._calls.pop(call))
+        left = [one for known in self._calls for one in known]
+        self._regions = RegionIndex(left, self._name) if left else None
 
     def descriptor(self) -> AgentDescriptor:
         if self._regions is None:
@@ -188,21 +153,35 @@ class NixlAgent:
         if self._remotes.pop(name, None) is not None:
             self._api.remove_remote_agent(name)
 
+    def check_remote(self, name: str, regions: Sequence[RegisteredRegion] = ()) -> bool:
+        remote = self._remotes.get(name)
+        if remote is None or not remote.index.covers(regions):
+            return False
+        rows = np.array(
+            [(one.base_address, one.size_bytes, one.device_id) for one in regions or remote.index.regions], np.uint64
+        )
+        descs = self._api.get_xfer_descs(rows, _memory(remote.index))
+        try:
+            return bool(self._api.check_remote_metadata(name, descs))
+        except self._errors:
+            return False  # raised for memory that the loaded metadata does not name
+
     def path(self, remote: str) -> str:
         return self._known(remote).path
 
-    def submit(self, pairs: RegionPairs, remote: str) -> NixlWrite:
+    def submit(self, pairs: RegionPairs, remote: str, operation: Operation = Operation.WRITE) -> NixlWrite:
         peer = self._known(remote)
         if self._regions is None or not len(pairs):
             raise AgentError(f"agent {self._name} has no memory registered, or nothing to write")
-        src = _rows(pairs.src, pairs.lengths, self._regions)
-        dst = _rows(pairs.dst, pairs.lengths, peer.index)
+        mine, theirs = (pairs.src, pairs.dst) if operation is Operation.WRITE else (pairs.dst, pairs.src)
+        near, away = _rows(mine, pairs.lengths, self._regions), _rows(theirs, pairs.lengths, peer.index)
         try:
-            local = self._api.get_xfer_descs(src, _memory(self._regions))
-            far = self._api.get_xfer_descs(dst, _memory(peer.index))
-            handle = self._api.initialize_xfer("WRITE", local, far, remote)
+            local = self._api.get_xfer_descs(near, _memory(self._regions))
+            far = self._api.get_xfer_descs(away, _memory(peer.index))
+            handle = self._api.initialize_xfer(operation.name, local, far, remote)
         except self._errors as error:
-            raise AgentError(f"NIXL refuses a write of {len(pairs)} runs to {remote}: {_name(error)}") from error
+            what = f"a {operation.name} of {len(pairs)} runs"
+            raise AgentError(f"NIXL refuses {what} with {remote}: {_name(error)}") from error
         write = NixlWrite(self._name, remote, handle, WriteStatus(WriteState.IN_FLIGHT))
         self._open.add(write)
         try:
@@ -229,21 +208,40 @@ class NixlAgent:
             raise AgentError(f"a write to agent {write.remote} is not over")
         self._drop(write)
 
+    def notify(self, remote: str, message: bytes) -> None:
+        self._known(remote)
+        try:
+            self._api.send_notif(remote, message)
+        except self._errors as error:
+            kind = PeerLost if _name(error) in _LOST else AgentError
+            raise kind(f"agent {remote} can not be notified: {_name(error)}") from error
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        try:
+            arrived = self._api.get_new_notifs()
+        except self._errors as error:
+            raise AgentError(f"NIXL can not say what has arrived: {_name(error)}") from error
+        return [(sender, message) for sender, messages in arrived.items() for message in messages]
+
     def close(self) -> None:
         if self._nixl is None:
             return
-        if any(write.status.state is WriteState.IN_FLIGHT for write in self._open):
-            raise AgentError(f"agent {self._name} has open writes")
+        self._require_quiet()
         for write in tuple(self._open):
             self._drop(write)
         for name in tuple(self._remotes):
             self.forget_remote(name)
-        if self._registration is not None:
-            self._nixl.deregister_memory(self._registration)
+        for registration in self._calls.values():
+            self._nixl.deregister_memory(registration)
+        self._calls.clear()
         self._nixl = None
 
+    def _require_quiet(self) -> None:
+        if any(write.status.state is WriteState.IN_FLIGHT for write in self._open):
+            raise AgentError(f"agent {self._name} has open writes")
+
     @property
-    def _api(self) -> _Nixl:
+    def _api(self) -> Nixl:
         if self._nixl is None:
             raise AgentError(f"agent {self._name} is closed")
         return self._nixl
@@ -299,7 +297,7 @@ def _rows(addresses: NDArray[np.int64], lengths: NDArray[np.int64], index: Regio
 
 def _memory(index: RegionIndex) -> str:
     """NIXL's name of the kind of memory."""
-    return index.memory_kind.name
+    return nixl_api.NAMES[index.memory_kind]
 
 
 def _name(error: Exception) -> str:

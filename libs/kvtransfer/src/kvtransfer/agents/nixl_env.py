@@ -19,6 +19,7 @@ WHEELS = ("nixl_cu13", "nixl_cu12")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _CMA = frozenset({"cma", "sm", "shm", "all"})
 _RDMA = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x"})
+_UCX = "nixl/ucx"
 _HEADER = struct.Struct("<4sIQ16s16s")
 _MAGIC = b"IKN1"
 
@@ -134,7 +135,17 @@ def describe_path(tls: str, rdma: bool, same_host: bool, direct: bool, device_me
     UCX does not tell which transport it took, so only what follows from the rules is named: for host memory it prefers
     cma on one host, and without it and RDMA nothing but tcp is left.
     """
-    return " ".join(("nixl/ucx", *_path_parts(tls, rdma, same_host, direct, device_memory)))
+    return " ".join((_UCX, *_path_parts(tls, rdma, same_host, direct, device_memory)))
+
+
+def possible_paths(tls: str, rdma: bool, device_memory: bool) -> tuple[str, ...]:
+    """Every way that `describe_path` may name in this process, without the part about UCX_TLS."""
+    network = rdma and bool(allowed_transports(tls, _RDMA))
+    paths = [f"{_UCX} device memory same host", f"{_UCX} device memory network"] if device_memory else []
+    if allowed_transports(tls, {"cma", "sm", "shm"}):
+        paths.append(f"{_UCX} cma")
+    paths.append(f"{_UCX} rdma or tcp" if network else f"{_UCX} tcp")
+    return tuple(paths)
 
 
 def _path_parts(tls: str, rdma: bool, same_host: bool, direct: bool, device_memory: bool) -> Iterator[str]:

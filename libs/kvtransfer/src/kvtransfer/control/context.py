@@ -16,7 +16,21 @@ from typing import TYPE_CHECKING
 from kvtransfer.control.liveness import Liveness, Probe
 from kvtransfer.control.negotiation import Dialect, Terms, answer_hello, limits_of, make_welcome
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import Cancel, Envelope, Hello, KvRequest, PeerBody, Ping, Pong, Reconcile, Reject
+from kvtransfer.messages import (
+    Cancel,
+    Envelope,
+    ExitReport,
+    FenceWriter,
+    Goodbye,
+    Hello,
+    KvIntent,
+    KvRequest,
+    PeerBody,
+    Ping,
+    Pong,
+    Reconcile,
+    Reject,
+)
 from kvtransfer.peer_plan import combine_digests
 from kvtransfer.ports import ForgetPeer, LoadPeer, PeerLoaded
 from kvtransfer.session.actions import Emit, EndReason, PeerId, ToRank
@@ -25,6 +39,7 @@ from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
 if TYPE_CHECKING:
     from kvtransfer.config import TransferConfig
     from kvtransfer.rank_info import InstanceInfo
+    from kvtransfer.session.bindings import Bindings
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +86,18 @@ class ContextControl:
         local: InstanceInfo,
         config: TransferConfig,
         sessions: TransmitSessions,
+        bindings: Bindings,
         emit: Emit,
         say: Callable[[int, PeerBody], None],
         end: Callable[[int, EndReason, str], None],
         dialect: Dialect | None = None,
     ) -> None:
-        self._local, self._config, self._sessions = local, config, sessions
+        self._local, self._config, self._sessions, self._bindings = local, config, sessions, bindings
         self._emit, self._say, self._end = emit, say, end
         self._dialect, self._limits = dialect or Dialect(), limits_of(config)
         self._streams: dict[int, _Stream] = {}
         self._peers: dict[PeerId, _Peer] = {}
-        self._gone_ranks: set[int] = set()
+        self._gone_ranks: dict[int, str] = {}
 
     def opened(self, number: int, now: float) -> None:
         """A peer has opened a stream."""
@@ -121,6 +137,9 @@ class ContextControl:
             return
         answers = [stream.loaded[number] for number in sorted(stream.loaded)]
         problems = tuple(problem for answer in answers for problem in answer.incompatibilities)
+        if any(answer.later for answer in answers):
+            self._finish(stream, EndReason.UNAVAILABLE, "; ".join(map(str, problems)), now)
+            return
         if problems:
             self._reject(stream, Reject(problems), now)
             return
@@ -131,12 +150,20 @@ class ContextControl:
         self._say(stream.number, make_welcome(self._local, stream.terms, digest, stream.epoch))
         log.info("generation instance %s may ask: %s", loaded.instance_id, stream.terms)
 
-    def rank_exited(self, rank: int, now: float) -> None:
-        """A rank is gone: no peer can be loaded any more."""
-        self._gone_ranks.add(rank)
+    def rank_exited(self, rank: int, reason: str, now: float) -> None:
+        """A rank is gone, by its parent's report: peers are told, and no peer can be loaded any more."""
+        self._gone_ranks[rank] = reason
         for stream in list(self._streams.values()):
+            if stream.state is not StreamState.WAIT_HELLO:
+                self._say(stream.number, self._exit_report())
             if stream.state is StreamState.LOADING:
                 self._finish(stream, EndReason.UNAVAILABLE, f"rank {rank} is gone", now)
+
+    def goodbye(self, reason: str) -> None:
+        """This instance stops: nobody should ask for anything new."""
+        for stream in self._streams.values():
+            if stream.state is StreamState.READY:
+                self._say(stream.number, Goodbye(reason))
 
     def tick(self, now: float) -> None:
         """Probes quiet streams, unloads peers that nobody needs."""
@@ -149,6 +176,9 @@ class ContextControl:
                 case _:
                     pass
         for peer_id, peer in list(self._peers.items()):
+            if peer.stream is None and now >= peer.quiet_since + self._config.timeout_s:
+                # Its own deadlines have passed; nobody would ever say so.
+                self._sessions.goodbye(peer_id, f"no stream of instance {peer_id[0]} for a long time", now)
             if peer.stream is None and now >= peer.quiet_since + FORGET_AFTER_S:
                 self._forget(peer_id)
 
@@ -164,6 +194,11 @@ class ContextControl:
             return None
         return known.stream
 
+    def terms(self) -> dict[PeerId, Terms]:
+        """What is agreed with each generation instance whose stream is ready."""
+        ready = [one for one in self._streams.values() if one.state is StreamState.READY]
+        return {one.peer: one.terms for one in ready if one.peer is not None and one.terms is not None}
+
     def _hello(self, stream: _Stream, envelope: Envelope, hello: Hello, now: float) -> None:
         if stream.state is not StreamState.WAIT_HELLO:
             raise ProtocolError("a second Hello on one stream")
@@ -176,6 +211,8 @@ class ContextControl:
             self._reject(stream, Reject(verdict), now)
             return
         if self._gone_ranks:
+            # Pages that were asked for on an earlier stream may wait for this proof.
+            self._say(stream.number, self._exit_report())
             self._finish(stream, EndReason.UNAVAILABLE, f"ranks {sorted(self._gone_ranks)} are gone", now)
             return
         peer_id = (hello.instance.instance_id, hello.instance.incarnation)
@@ -186,7 +223,7 @@ class ContextControl:
             return
         if known is not None and known.stream is not None:
             self._finish(self._streams[known.stream], EndReason.REPLACED, "the peer has opened another stream", now)
-        self._drop_predecessors(peer_id)
+        self._drop_predecessors(peer_id, now)
         self._peers[peer_id] = _Peer(hello.connection_epoch, stream.number, now)
         stream.state, stream.peer, stream.epoch, stream.terms = (
             StreamState.LOADING,
@@ -195,7 +232,7 @@ class ContextControl:
             verdict,
         )
         for rank in range(len(self._local.ranks)):
-            self._emit(ToRank(rank, LoadPeer(hello.instance)))
+            self._emit(ToRank(rank, LoadPeer(hello.instance, self._local.ranks)))
 
     def _said(self, stream: _Stream, envelope: Envelope, message: PeerBody, now: float) -> None:
         peer = stream.peer
@@ -206,10 +243,20 @@ class ContextControl:
         match message:
             case KvRequest():
                 self._sessions.request(peer, message, now)
-            case Cancel(key):
-                self._sessions.cancel(peer, key, now)
-            case Reconcile(keys):
-                self._sessions.reconcile(peer, keys, now)
+            case KvIntent(key):
+                self._bindings.intent(peer, key)
+            case Cancel(key, receive):
+                self._sessions.cancel(peer, key, receive, now)
+            case Reconcile(receives):
+                self._sessions.reconcile(peer, receives, now)
+            case FenceWriter(receives):
+                for notice in self._sessions.fence(peer, receives):
+                    self._say(stream.number, notice)
+                if self._gone_ranks:
+                    self._say(stream.number, self._exit_report())
+            case Goodbye(reason):
+                log.info("generation instance %s says goodbye: %s", peer[0], reason)
+                self._sessions.goodbye(peer, f"instance {peer[0]} stops: {reason}", now)
             case Ping(nonce):
                 self._say(stream.number, Pong(nonce))
             case Pong():
@@ -221,6 +268,9 @@ class ContextControl:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a context instance")
 
+    def _exit_report(self) -> ExitReport:
+        return ExitReport(tuple(sorted(self._gone_ranks)), "; ".join(dict.fromkeys(self._gone_ranks.values())))
+
     def _reject(self, stream: _Stream, reject: Reject, now: float) -> None:
         self._say(stream.number, reject)
         self._finish(stream, EndReason.REJECTED, "the pair can not work", now)
@@ -229,10 +279,11 @@ class ContextControl:
         self._end(stream.number, reason, text)
         self.closed(stream.number, now)
 
-    def _drop_predecessors(self, peer_id: PeerId) -> None:
-        """Earlier incarnations of an instance that has come back, as far as nothing is being written to them."""
+    def _drop_predecessors(self, peer_id: PeerId, now: float) -> None:
+        """Earlier incarnations of an instance that has come back: nobody waits for what they asked for."""
         for other, peer in list(self._peers.items()):
             if other[0] == peer_id[0] and other != peer_id and peer.stream is None:
+                self._sessions.goodbye(other, f"instance {other[0]} has been restarted", now)
                 self._forget(other)
 
     def _forget(self, peer_id: PeerId) -> None:

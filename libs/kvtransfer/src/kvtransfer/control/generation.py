@@ -15,44 +15,37 @@ from typing import TYPE_CHECKING
 
 from kvtransfer.control.liveness import Liveness, Probe
 from kvtransfer.control.negotiation import Dialect, Terms, check_welcome, limits_of, make_hello, swapped
+from kvtransfer.control.pairs import PairState as PairState
+from kvtransfer.control.pairs import PairStatus as PairStatus
+from kvtransfer.control.pairs import PeerAddress as PeerAddress
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import Capability, Envelope, Hello, PeerBody, Ping, Pong, ReconcileReply, Reject, Welcome
+from kvtransfer.messages import (
+    Bind,
+    Capability,
+    Envelope,
+    ExitReport,
+    FirstTokens,
+    Goodbye,
+    Hello,
+    NotBound,
+    PeerBody,
+    Ping,
+    Pong,
+    ReconcileReply,
+    Reject,
+    Welcome,
+)
 from kvtransfer.ports import Incompatibility, TransferNotice
 from kvtransfer.session.actions import EndReason, PeerId
-from kvtransfer.session.receive import ReceivePeer, ReceiveSessions
+from kvtransfer.session.holders import ReceivePeer
+from kvtransfer.session.receive import ReceiveSessions
 
 if TYPE_CHECKING:
     from kvtransfer.config import TransferConfig
     from kvtransfer.rank_info import InstanceInfo
+    from kvtransfer.session.intents import Intents
 
 log = logging.getLogger(__name__)
-
-
-class PairState(Enum):
-    """As the coordinator is told. Values are those of `isthmus.v1.PairState`."""
-
-    CONNECTING = 1
-    READY = 2
-    INCOMPATIBLE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
-    """A context instance as the coordinator announces it; `endpoint` is host:port of its hub."""
-
-    instance_id: str
-    incarnation: bytes
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class PairStatus:
-    """The pair of this generation instance and a context instance. `mine` in the reasons is the generation side's."""
-
-    instance_id: str
-    incarnation: bytes
-    state: PairState
-    incompatibilities: tuple[Incompatibility, ...] = ()
 
 
 class LinkState(Enum):
@@ -73,6 +66,7 @@ class _Link:
     hello: Hello | None = None
     # Incarnation at the other end, once it has said Welcome.
     hears: bytes = b""
+    terms: Terms | None = None
     # Not announced any more; kept while its writers may touch pages.
     leaving: bool = False
     # Somebody else lives at its endpoint: no stream is opened any more, only proof can settle its pages.
@@ -90,6 +84,7 @@ class GenerationControl:
         local: InstanceInfo,
         config: TransferConfig,
         sessions: ReceiveSessions,
+        intents: Intents,
         say: Callable[[PeerId, PeerBody], None],
         end: Callable[[PeerId, EndReason, str], None],
         start: Callable[[PeerAddress], None],
@@ -97,7 +92,7 @@ class GenerationControl:
         on_pair: Callable[[PairStatus], None],
         dialect: Dialect | None = None,
     ) -> None:
-        self._local, self._config, self._sessions = local, config, sessions
+        self._local, self._config, self._sessions, self._intents = local, config, sessions, intents
         self._say, self._end, self._start, self._stop, self._on_pair = say, end, start, stop, on_pair
         self._dialect, self._limits = dialect or Dialect(), limits_of(config)
         self._links: dict[PeerId, _Link] = {}
@@ -105,9 +100,9 @@ class GenerationControl:
         self._epoch = 0
 
     def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
-        """The complete list of context instances. An instance that comes back with another incarnation supersedes the
-        old one; one that moved to another endpoint is opened there."""
-        wanted = {(one.instance_id, one.incarnation): one for one in addresses}
+        """The complete list of context instances, of which `max_peers` are kept. An instance that comes back with
+        another incarnation supersedes the old one; one that moved to another endpoint is opened there."""
+        wanted = {(one.instance_id, one.incarnation): one for one in self._chosen(addresses)}
         names = {one.instance_id for one in addresses}
         for peer, link in list(self._links.items()):
             if peer not in wanted:
@@ -150,6 +145,7 @@ class GenerationControl:
             return
         link.state, link.hello = LinkState.DOWN, None
         self._sessions.stream_broke(peer, now)
+        self._intents.stream_broke(peer)
         self._abandon_if_replaced(peer, link)
         if link.status.state is PairState.READY:
             self._set(link, PairStatus(*peer, PairState.CONNECTING))
@@ -185,6 +181,12 @@ class GenerationControl:
                 case _:
                     pass
 
+    def goodbye(self, reason: str) -> None:
+        """This instance stops: what it has asked for is not wanted any more."""
+        for peer, link in self._links.items():
+            if link.state is LinkState.READY:
+                self._say(peer, Goodbye(reason))
+
     def speaks_to(self, peer: PeerId) -> bytes:
         """Incarnation that envelopes are meant for; empty before Welcome."""
         link = self._links.get(peer)
@@ -199,11 +201,27 @@ class GenerationControl:
         """One per announced context instance."""
         return [link.status for link in self._links.values() if not link.leaving]
 
+    def terms(self) -> dict[PeerId, Terms]:
+        """What is agreed with each context instance whose stream is ready."""
+        return {peer: one.terms for peer, one in self._links.items() if one.state is LinkState.READY and one.terms}
+
+    def _chosen(self, addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
+        """At most `max_peers`: those with open requests, then those that were asked last, then in the order given."""
+        if len(addresses) <= self._config.max_peers:
+            return list(addresses)
+        log.warning("%d context instances, streams to %d (transfer.max_peers)", len(addresses), self._config.max_peers)
+
+        def rank(one: PeerAddress) -> tuple[bool, float]:
+            peer = (one.instance_id, one.incarnation)
+            return not self._sessions.has_open(peer), -self._sessions.last_used(peer)
+
+        return sorted(addresses, key=rank)[: self._config.max_peers]
+
     def _leave(self, peer: PeerId, link: _Link, *, superseded: bool, now: float) -> None:
         if superseded:
-            self._sessions.peer_superseded(peer, f"instance {peer[0]} has been restarted", now)
+            self._lost(self._sessions.peer_superseded, peer, f"instance {peer[0]} has been restarted", now)
         else:
-            self._sessions.peer_gone(peer, f"instance {peer[0]} is not announced any more", now)
+            self._lost(self._sessions.peer_gone, peer, f"instance {peer[0]} is not announced any more", now)
         link.leaving = True
         if not self._sessions.has_open(peer):
             self._drop(peer)
@@ -231,6 +249,10 @@ class GenerationControl:
                 self._incompatible(peer, link, swapped(incompatibilities), now)
             case Welcome():
                 self._welcome(peer, link, envelope, message, now)
+            case ExitReport(ranks, reason):
+                # While the list of peers is old, another incarnation may live at the endpoint: its dead are not ours.
+                if envelope.src_incarnation == peer[1]:
+                    self._sessions.peer_ranks_exited(peer, ranks, reason, now)
             case Ping(nonce):
                 self._say(peer, Pong(nonce))
             case _:
@@ -245,7 +267,12 @@ class GenerationControl:
         self._sessions.peer_exited(welcome.instance.instance_id, welcome.instance.exited_incarnations, now)
         found = (welcome.instance.instance_id, welcome.instance.incarnation)
         if found != peer:
-            self._sessions.peer_superseded(peer, f"{link.address.endpoint} now is incarnation {found[1].hex()}", now)
+            self._lost(
+                self._sessions.peer_superseded,
+                peer,
+                f"{link.address.endpoint} now is incarnation {found[1].hex()}",
+                now,
+            )
             self._finish(peer, EndReason.UNNEEDED, f"not instance {peer[0]}, incarnation {peer[1].hex()}", now)
             self._abandon(peer, link)
             return
@@ -255,11 +282,14 @@ class GenerationControl:
             self._incompatible(peer, link, verdict, now)
             return
         link.state = LinkState.READY
-        if link.status.state is PairState.INCOMPATIBLE and not link.leaving:
+        if not link.leaving:
+            # Again: it may have been incompatible, or have said goodbye and stayed after all.
             self._sessions.peer_known(peer)
+        link.terms = verdict
         log.info("context instance %s is ready: %s", peer[0], verdict)
         reconciles = Capability.RECONCILE in verdict.capabilities
         self._sessions.stream_ready(peer, ReceivePeer(verdict.plans, verdict.limits, reconciles), now)
+        self._intents.stream_ready(peer, Capability.GENERATION_FIRST in verdict.capabilities)
         self._set(link, PairStatus(*peer, PairState.READY))
 
     def _said(self, peer: PeerId, link: _Link, envelope: Envelope, message: PeerBody, now: float) -> None:
@@ -270,6 +300,17 @@ class GenerationControl:
                 self._sessions.notice(peer, message, now)
             case ReconcileReply():
                 self._sessions.reconciled(peer, message, now)
+            case Bind(key, dp_rank):
+                self._intents.bound(peer, key, dp_rank)
+            case NotBound(key, reason):
+                self._intents.not_bound(peer, key, reason)
+            case FirstTokens(key, payload):
+                self._intents.first_tokens(peer, key, payload)
+            case ExitReport(ranks, reason):
+                self._sessions.peer_ranks_exited(peer, ranks, reason, now)
+            case Goodbye(reason):
+                log.info("context instance %s says goodbye: %s", peer[0], reason)
+                self._lost(self._sessions.peer_gone, peer, f"instance {peer[0]} stops: {reason}", now)
             case Ping(nonce):
                 self._say(peer, Pong(nonce))
             case Pong():
@@ -282,14 +323,21 @@ class GenerationControl:
     def _incompatible(self, peer: PeerId, link: _Link, reasons: tuple[Incompatibility, ...], now: float) -> None:
         log.warning("context instance %s: %s", peer[0], "; ".join(map(str, reasons)))
         self._set(link, PairStatus(*peer, PairState.INCOMPATIBLE, reasons))
-        self._sessions.peer_refused(
-            peer, f"instance {peer[0]} is incompatible: {'; '.join(map(str, reasons)) or 'no reason given'}", now
+        self._lost(
+            self._sessions.peer_refused,
+            peer,
+            f"instance {peer[0]} is incompatible: {'; '.join(map(str, reasons)) or 'no reason given'}",
+            now,
         )
         self._finish(peer, EndReason.REJECTED, "the pair can not work", now)
 
     def _finish(self, peer: PeerId, reason: EndReason, text: str, now: float) -> None:
         self._end(peer, reason, text)
         self.closed(peer, now)
+
+    def _lost(self, how: Callable[[PeerId, str, float], None], peer: PeerId, reason: str, now: float) -> None:
+        how(peer, reason, now)
+        self._intents.peer_gone(peer, reason)
 
     def _set(self, link: _Link, status: PairStatus) -> None:
         if link.status == status:

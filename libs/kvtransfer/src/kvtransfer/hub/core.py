@@ -12,17 +12,25 @@ from typing import TYPE_CHECKING, Protocol
 from kvtransfer.control.context import ContextControl
 from kvtransfer.control.generation import GenerationControl, PairStatus, PeerAddress
 from kvtransfer.ledger import Ledger, PageState
-from kvtransfer.messages import Cancel, KvRequest, PeerBody, Reconcile
+from kvtransfer.messages import Cancel, FenceAnswer, FenceWriter, KvIntent, KvRequest, PeerBody, PeerView, Reconcile
 from kvtransfer.ports import (
+    BindContext,
     CancelTransfer,
     PeerLoaded,
+    PeerProbed,
     RankReady,
+    ReceiveIntent,
     ReceiveRequest,
+    SendFirstTokens,
     SendOffer,
+    SendOutcome,
+    TransferFailure,
     TransferNotice,
     WriteOrder,
 )
-from kvtransfer.session.actions import ToPeer, ToRank, ToScheduler
+from kvtransfer.session.actions import Fence, KillRank, StopInstance, ToPeer, ToRank, ToScheduler
+from kvtransfer.session.bindings import Bindings
+from kvtransfer.session.intents import Intents
 from kvtransfer.session.receive import ReceiveSessions
 from kvtransfer.session.transmit import TransmitSessions
 
@@ -78,6 +86,18 @@ class Effects(Protocol):
         """A pair has changed."""
         ...
 
+    def fence(self, peer: PeerId, endpoint: str, fence: FenceWriter) -> None:
+        """Say this to whoever answers at the endpoint, by a call of its own; the answer goes to `fence_answered`."""
+        ...
+
+    def kill_rank(self, rank: int, reason: str) -> None:
+        """SIGKILL a rank of this instance. Its exit report follows."""
+        ...
+
+    def stop_instance(self, reason: str) -> None:
+        """End this instance and say why."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
@@ -102,13 +122,16 @@ class HubCore:
         self.ledger = Ledger.of(local.ranks)
         self.transmit = TransmitSessions(config, self._emit, tracing)
         self.receive = ReceiveSessions(config, self.ledger, self._emit, tracing)
+        self.intents = Intents(config, self._emit)
+        self.bindings = Bindings(config.max_finished, self._emit)
         self.context = ContextControl(
-            local, config, self.transmit, self._emit, effects.stream_say, effects.stream_end, dialect
+            local, config, self.transmit, self.bindings, self._emit, effects.stream_say, effects.stream_end, dialect
         )
         self.generation = GenerationControl(
             local,
             config,
             self.receive,
+            self.intents,
             effects.link_say,
             effects.link_end,
             effects.link_start,
@@ -122,11 +145,19 @@ class HubCore:
         match message:
             case SendOffer():
                 self.transmit.offer(message, now)
+            case BindContext(key):
+                self.transmit.prepare(key, now)
+                self.bindings.scheduled(message)
+            case SendFirstTokens():
+                self.bindings.sampled(message)
+            case ReceiveIntent():
+                self.intents.intend(message, now)
             case ReceiveRequest():
                 self.receive.receive(message, now)
             case CancelTransfer(key):
                 self.transmit.withdraw(key, now)
                 self.receive.withdraw(key, now)
+                self.intents.withdraw(key)
         self.settle_lost(now)
 
     def from_rank(self, rank: int, message: RankToHub, now: float) -> None:
@@ -136,15 +167,37 @@ class HubCore:
                 self.transmit.notice(rank, message, now)
             case PeerLoaded():
                 self.context.rank_loaded(rank, message, now)
-            case RankReady():
-                pass
+            case RankReady() | PeerProbed():
+                pass  # for the driver
         self.settle_lost(now)
 
     def rank_exited(self, rank: int, reason: str, now: float) -> None:
         """The parent's exit report, the only proof that a rank writes no more."""
         self.transmit.rank_exited(rank, reason, now)
         self.receive.rank_exited(rank, reason, now)
-        self.context.rank_exited(rank, now)
+        self.context.rank_exited(rank, reason, now)
+
+    def goodbye(self, reason: str) -> None:
+        """This instance stops. To be called after the exit of its ranks has been reported: then the peers know of every
+        page, even of those that a message on its way speaks of, that nobody writes it any more."""
+        self.context.goodbye(reason)
+        self.generation.goodbye(reason)
+
+    def fence_asked(self, incarnation: bytes, asker: PeerId, fence: FenceWriter) -> FenceAnswer:
+        """A peer that has no stream suspects the writers of `incarnation`."""
+        mine = incarnation == self.local.incarnation
+        notices = self.transmit.fence(asker, fence.receives) if mine else ()
+        exited = self.transmit.exited_ranks()
+        return FenceAnswer(self.local.incarnation, self.local.exited_incarnations, exited, notices)
+
+    def fence_answered(self, peer: PeerId, answer: FenceAnswer, now: float) -> None:
+        """What the hub at the endpoint of a suspect can prove."""
+        self.receive.peer_exited(peer[0], answer.exited_incarnations, now)
+        if answer.incarnation != peer[1]:
+            return
+        for notice in answer.notices:
+            self.receive.notice(peer, notice, now)
+        self.receive.peer_ranks_exited(peer, answer.exited_ranks, "as its hub says", now)
 
     def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
         """The complete list of context instances."""
@@ -154,6 +207,7 @@ class HubCore:
         """Deadlines, drained exits, probes. To be called several times a second."""
         self.transmit.tick(now)
         self.receive.tick(now)
+        self.intents.tick(now)
         self.context.tick(now)
         self.generation.tick(now)
         self.settle_lost(now)
@@ -167,7 +221,7 @@ class HubCore:
     @property
     def is_idle(self) -> bool:
         """True when no session is open and every destination page is free."""
-        return self.transmit.is_idle and self.receive.is_idle and self.ledger.is_empty
+        return self.transmit.is_idle and self.receive.is_idle and self.intents.is_idle and self.ledger.is_empty
 
     @property
     def in_doubt_pages(self) -> int:
@@ -178,14 +232,36 @@ class HubCore:
         """Open sessions of both sides."""
         return self.transmit.views(now) + self.receive.views(now)
 
+    def peers(self) -> list[PeerView]:
+        """Streams that may be used, of both sides, with what is in effect on them."""
+        both = {**self.context.terms(), **self.generation.terms()}
+        return [PeerView(*peer, one.protocol_version, one.capabilities, one.limits) for peer, one in both.items()]
+
     def _emit(self, action: Action) -> None:
         match action:
             case ToScheduler(message):
+                if isinstance(message, SendOutcome):
+                    self._leg_over(message)
                 self._effects.deliver(message)
             case ToRank(rank, command):
                 self._order(rank, command)
             case ToPeer(peer, body):
                 self._to_peer(peer, body)
+            case Fence(peer, endpoint, receives, reason):
+                if self.generation.is_ready(peer):
+                    self._effects.link_say(peer, FenceWriter(receives, reason))
+                else:
+                    self._effects.fence(peer, endpoint, FenceWriter(receives, reason))
+            case KillRank(rank, reason):
+                self._effects.kill_rank(rank, reason)
+            case StopInstance(reason):
+                self._effects.stop_instance(reason)
+
+    def _leg_over(self, outcome: SendOutcome) -> None:
+        if outcome.failure is TransferFailure.NONE:
+            self.bindings.handed_off(outcome.key)
+        else:
+            self.bindings.over(outcome.key, outcome.reason or outcome.failure.name.lower().replace("_", " "))
 
     def _order(self, rank: int, command: HubToRank) -> None:
         try:
@@ -196,7 +272,7 @@ class HubCore:
                 self._lost.append(_Lost(rank, command))
 
     def _to_peer(self, peer: PeerId, body: PeerBody) -> None:
-        if isinstance(body, KvRequest | Cancel | Reconcile):
+        if isinstance(body, KvRequest | Cancel | Reconcile | KvIntent):
             if self.generation.is_ready(peer):
                 self._effects.link_say(peer, body)
             return

@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
-from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc
+from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc, transfer_tools_pb2
 
 from isthmus_core.errors import IsthmusError, Unreachable
 from isthmus_core.rpc import abort_with
 from kvtransfer.errors import ProtocolError, WireError
 from kvtransfer.hub.outbox import Outbox
 from kvtransfer.session.actions import EndReason
-from kvtransfer.wire import envelope_from_pb, instance_info_to_pb, session_view_to_pb
+from kvtransfer.wire import (
+    envelope_from_pb,
+    fence_answer_to_pb,
+    fence_request_from_pb,
+    instance_info_to_pb,
+    peer_view_to_pb,
+    session_view_to_pb,
+)
 
 if TYPE_CHECKING:
     from kvtransfer.hub.transfer_hub import TransferHub
@@ -95,7 +102,40 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
             free_pages=status.free_pages,
             total_pages=status.total_pages,
             open_requests=status.open_requests,
+            peers=[peer_view_to_pb(view) for view in self._hub.core.peers()],
+            leaked_bytes=self._hub.core.receive.leaked_bytes,
         )
+
+    async def Fence(
+        self, request: kv_transfer_service_pb2.FenceRequest, context: Context
+    ) -> kv_transfer_service_pb2.FenceResponse:
+        """What is proven now; writers that are still at work are killed."""
+        await self._require_started(context)
+        try:
+            incarnation, asker, fence = fence_request_from_pb(request)
+        except WireError as error:
+            await abort_with(context, IsthmusError(str(error), code=grpc.StatusCode.INVALID_ARGUMENT))
+        return fence_answer_to_pb(self._hub.fence_asked(incarnation, asker, fence))
+
+    async def PlanTransfer(
+        self, request: transfer_tools_pb2.PlanTransferRequest, context: Context
+    ) -> transfer_tools_pb2.PlanTransferResponse:
+        """A dry run; changes nothing."""
+        await self._require_started(context)
+        try:
+            return await self._hub.tools.plan(request)
+        except IsthmusError as error:
+            await abort_with(context, error)
+
+    async def Probe(
+        self, request: transfer_tools_pb2.ProbeRequest, context: Context
+    ) -> transfer_tools_pb2.ProbeResponse:
+        """Real bytes, between memory that holds nothing."""
+        await self._require_started(context)
+        try:
+            return await self._hub.tools.probe(request)
+        except IsthmusError as error:
+            await abort_with(context, error)
 
     async def _require_started(self, context: Context) -> None:
         if not self._hub.started:

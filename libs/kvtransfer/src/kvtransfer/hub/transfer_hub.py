@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from kvtransfer.errors import KVTransferError
 from kvtransfer.hub.core import HubCore
+from kvtransfer.hub.fence_call import FenceCalls
 from kvtransfer.hub.link import Link
 from kvtransfer.hub.servicer import KvTransferServicer
+from kvtransfer.hub.tools import HubTools
 from kvtransfer.rank_info import InstanceInfo
 from kvtransfer.session.actions import EndReason
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from kvtransfer.control.generation import PairStatus, PeerAddress
     from kvtransfer.control.negotiation import Dialect
     from kvtransfer.hub.outbox import Outbox
-    from kvtransfer.messages import Envelope, PeerBody, SessionView
+    from kvtransfer.messages import Envelope, FenceAnswer, FenceWriter, PeerBody, SessionView
     from kvtransfer.ports import HubToRank, HubToScheduler, RankPort, RankToHub, SchedulerToHub
     from kvtransfer.rank_info import InstanceRole, ModelFingerprint, RankInfo
     from kvtransfer.session.actions import PeerId
@@ -54,6 +56,8 @@ class TransferHub:
     on_pair(status)       is told of every change of a pair (generation side)
     rank_ports[r]         the way to rank r
     status()              the engine's numbers for ListSessions; without it, what the open sessions hold
+    kill_rank(r, why)     SIGKILLs a rank whose writes a peer suspects; `rank_exited` must follow
+    stop_instance(why)    ends the instance: too much of its memory may be written by peers that can not be reached
     exited_incarnations   earlier incarnations on this host of which every process is proven to have exited
     """
 
@@ -69,6 +73,8 @@ class TransferHub:
         rank_ports: Sequence[RankPort],
         deliver: Callable[[HubToScheduler], None],
         on_pair: Callable[[PairStatus], None],
+        kill_rank: Callable[[int, str], None],
+        stop_instance: Callable[[str], None],
         tracing: Tracing,
         status: Callable[[], EngineStatus] | None = None,
         tls: TlsConfig | None = None,
@@ -80,15 +86,18 @@ class TransferHub:
         self._config, self._tracing, self._tls, self._dialect = config, tracing, tls, dialect
         self._rank_ports, self._exited = tuple(rank_ports), exited_incarnations
         self._deliver, self._on_pair, self._status = deliver, on_pair, status
+        self._kill_rank, self._stop_instance = kill_rank, stop_instance
         self._core: HubCore | None = None
         self._streams: dict[int, Outbox] = {}
         self._links: dict[PeerId, Link] = {}
         self._outboxes: dict[PeerId, Outbox] = {}
         self._ready_once: set[PeerId] = set()
         self._ending: set[asyncio.Task[None]] = set()
+        self._fences = FenceCalls((instance_id, incarnation), tls, self._fence_answered)
         self._ticker: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self.tools = HubTools(self, tls)
         self.servicer = KvTransferServicer(self)
 
     # --- life
@@ -127,6 +136,7 @@ class TransferHub:
             await asyncio.gather(self._ticker, return_exceptions=True)
         for peer in list(self._links):
             self.link_stop(peer)
+        await self._fences.close()
         for number in list(self._streams):
             self.stream_end(number, EndReason.UNAVAILABLE, "this instance stops")
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -147,6 +157,7 @@ class TransferHub:
     def from_rank(self, rank: int, message: RankToHub) -> None:
         """An event of a rank role."""
         if self._core is not None:
+            self.tools.heard(message)
             self._core.from_rank(rank, message, time.monotonic())
             self._look()
 
@@ -155,6 +166,11 @@ class TransferHub:
         if self._core is not None:
             self._core.rank_exited(rank, reason, time.monotonic())
             self._look()
+
+    def goodbye(self, reason: str) -> None:
+        """This instance stops and its ranks have exited (`rank_exited` was called for each): peers are told."""
+        if self._core is not None:
+            self._core.goodbye(reason)
 
     def set_context_peers(self, addresses: Sequence[PeerAddress]) -> None:
         """The complete list of context instances to keep a stream to."""
@@ -236,6 +252,14 @@ class TransferHub:
         self._streams.pop(number, None)
         self.core.context.closed(number, time.monotonic())
 
+    def fence_asked(self, incarnation: bytes, asker: PeerId, fence: FenceWriter) -> FenceAnswer:
+        """A peer without a stream suspects writers of `incarnation`."""
+        return self.core.fence_asked(incarnation, asker, fence)
+
+    def _fence_answered(self, peer: PeerId, answer: FenceAnswer) -> None:
+        self.core.fence_answered(peer, answer, time.monotonic())
+        self._look()
+
     # --- streams to context instances (link.LinkEvents)
 
     def link_opened(self, peer: PeerId, outbox: Outbox) -> None:
@@ -271,6 +295,16 @@ class TransferHub:
 
     def pair(self, status: PairStatus) -> None:
         self._on_pair(status)
+
+    def fence(self, peer: PeerId, endpoint: str, fence: FenceWriter) -> None:
+        self._fences.ask(peer, endpoint, fence)
+
+    def kill_rank(self, rank: int, reason: str) -> None:
+        log.error("rank %d is killed: %s", rank, reason)
+        self._kill_rank(rank, reason)
+
+    def stop_instance(self, reason: str) -> None:
+        self._stop_instance(reason)
 
     def to_rank(self, rank: int, message: HubToRank) -> None:
         self._rank_ports[rank].send(message)

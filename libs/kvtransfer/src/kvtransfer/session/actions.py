@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtransfer.messages import PeerBody
+    from kvtransfer.messages import PeerBody, ReceiveKey
     from kvtransfer.ports import HubToRank, HubToScheduler
 
 # (instance id, incarnation)
@@ -55,5 +55,31 @@ class ToPeer:
     message: PeerBody
 
 
-Action = ToScheduler | ToRank | ToPeer
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Ask the hub behind `endpoint` to make sure that what `receives` expose is written no more: on the stream when it
+    is ready, otherwise by a call of its own."""
+
+    peer: PeerId
+    endpoint: str
+    receives: tuple[ReceiveKey, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillRank:
+    """SIGKILL a rank of this instance; its parent then reports the exit."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopInstance:
+    """This instance can not go on: it must end its processes and say why."""
+
+    reason: str
+
+
+Action = ToScheduler | ToRank | ToPeer | Fence | KillRank | StopInstance
 Emit = Callable[[Action], None]

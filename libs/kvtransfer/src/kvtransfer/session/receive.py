@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
-from kvtransfer.errors import LedgerError, ManifestError, PlanError, ProtocolError, TransferStateError
+from kvtransfer.errors import LedgerError, PlanError, ProtocolError, TransferStateError
 from kvtransfer.manifest import Manifest
-from kvtransfer.messages import Cancel, KvRequest, Reconcile, SessionView
+from kvtransfer.messages import Cancel, KvRequest, Reconcile
 from kvtransfer.peer_plan import expected_need
-from kvtransfer.ports import ReceiveOutcome, TransferFailure, WriterOutcome
-from kvtransfer.rank_info import InstanceRole
+from kvtransfer.ports import ReceiveOutcome, TransferFailure
 from kvtransfer.session.actions import Emit, PeerId, ToPeer, ToScheduler
+from kvtransfer.session.holders import Holders, ReceivePeer
+from kvtransfer.session.in_doubt import InDoubt
 from kvtransfer.session.receive_attempt import (
     FAILED,
     IN_DOUBT,
@@ -35,14 +35,15 @@ from kvtransfer.session.receive_attempt import (
     ReceiveEvent,
     ReceiveState,
 )
+from kvtransfer.session.receive_checks import check_request, take_notice
+from kvtransfer.session.views import receive_view
 from kvtransfer.tracing import begin_receive, end_receive
 
 if TYPE_CHECKING:
     from isthmus_core.tracing import Tracing
     from kvtransfer.config import TransferConfig
     from kvtransfer.ledger import Ledger
-    from kvtransfer.messages import ReconcileReply, TransferLimits
-    from kvtransfer.peer_plan import PeerPlan
+    from kvtransfer.messages import ReconcileReply, SessionView
     from kvtransfer.ports import ReceiveRequest, RequestKey, TransferNotice
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,8 @@ log = logging.getLogger(__name__)
 # A request for a known peer whose stream is being opened waits at most this long: long enough for a reconnect, short
 # enough for the request to be served elsewhere.
 CONNECT_PATIENCE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivePeer:
-    """What is agreed with a context instance: who writes what, and how much may be asked for."""
-
-    plans: tuple[PeerPlan, ...]
-    limits: TransferLimits
-    reconciles: bool
+# States in which the holder has not been told to give its pages up.
+_KEPT_IN = (ReceiveState.WAITING, ReceiveState.DOUBT)
 
 
 class ReceiveSessions:
@@ -67,9 +61,10 @@ class ReceiveSessions:
     def __init__(self, config: TransferConfig, ledger: Ledger, emit: Emit, tracing: Tracing) -> None:
         self._config, self._ledger, self._emit, self._tracing = config, ledger, emit, tracing
         self._open: dict[RequestKey, Attempt] = {}
-        # None: known, but the stream is not ready.
-        self._peers: dict[PeerId, ReceivePeer | None] = {}
-        self._refused: dict[PeerId, str] = {}
+        self._holders = Holders(config.max_finished)
+        self._in_doubt = InDoubt(config, ledger, emit)
+        self._gone: set[int] = set()
+        self._receives = 0
 
     # --- the scheduler
 
@@ -82,25 +77,34 @@ class ReceiveSessions:
         if not MIN_GLOBAL_ID <= key.request_id < MAX_GLOBAL_ID:
             self._decline(key, TransferFailure.WRITE_FAILED, f"request id {key.request_id} is local: it never travels")
             return
-        if peer not in self._peers:
-            reason = self._refused.get(peer, f"no stream to instance {peer[0]}, incarnation {peer[1].hex()}")
-            self._decline(key, TransferFailure.PEER_UNKNOWN, reason)
+        lost = sorted({blocks.rank for blocks in request.destinations} & self._gone)
+        if lost:
+            self._decline(key, TransferFailure.WRITE_FAILED, f"ranks {lost} of the generation instance have exited")
+            return
+        if problem := self._holders.problem(peer):
+            self._decline(key, TransferFailure.PEER_UNKNOWN, problem)
             return
         try:
             self._ledger.reserve(key, request.destinations, peer[1], now)
         except LedgerError as error:
             self._decline(key, TransferFailure.WRITE_FAILED, str(error))
             return
+        self._holders.take_kept(key)
+        self._holders.forgive(key)
+        self._holders.use(peer, now)
         patience = min(CONNECT_PATIENCE_S, self._config.timeout_s)
         attempt = self._open[key] = Attempt(request, peer, now + patience, now, now)
-        terms = self._peers[peer]
+        terms = self._holders.terms(peer)
         if terms is not None:
             self._publish(attempt, terms, now)
 
     def withdraw(self, key: RequestKey, now: float) -> None:
-        """The scheduler no longer wants the attempt. Nothing happens when it is over: its outcome is on its way."""
+        """The scheduler no longer wants the attempt, or will not ask for it once more. Otherwise nothing happens when
+        it is over: its outcome is on its way."""
         attempt = self._open.get(key)
-        if attempt is not None and attempt.state not in FAILED:
+        if attempt is None:
+            self._give_back(key)
+        elif attempt.state not in FAILED:
             attempt.failure, attempt.reason = TransferFailure.CANCELLED, "cancelled"
             self._step(attempt, ReceiveEvent.CANCELLED, now)
 
@@ -108,18 +112,16 @@ class ReceiveSessions:
 
     def peer_known(self, peer: PeerId) -> None:
         """A stream to the peer is being opened: requests for it may wait."""
-        self._peers.setdefault(peer, None)
-        self._refused.pop(peer, None)
+        self._holders.announce(peer)
 
     def peer_refused(self, peer: PeerId, reason: str, now: float) -> None:
         """The peer is announced but incompatible: as `peer_gone`, and later requests are told why."""
         self.peer_gone(peer, reason, now)
-        self._refused[peer] = reason
+        self._holders.refuse(peer, reason)
 
     def peer_gone(self, peer: PeerId, reason: str, now: float) -> None:
         """The peer takes no new requests. Requests that wait for its stream end; those that it knows go on."""
-        self._peers.pop(peer, None)
-        self._refused.pop(peer, None)
+        self._holders.drop(peer)
         for attempt in self._of(peer):
             if attempt.state is ReceiveState.QUEUED:
                 self._fail(attempt, TransferFailure.PEER_UNKNOWN, reason, now)
@@ -127,17 +129,17 @@ class ReceiveSessions:
     def peer_superseded(self, peer: PeerId, reason: str, now: float) -> None:
         """Another incarnation took the peer's place: its requests fail. Their pages stay exposed until there is proof
         that it exited."""
-        self._peers.pop(peer, None)
-        self._refused.pop(peer, None)
+        self._holders.drop(peer)
         for attempt in self._of(peer):
             if attempt.state not in FAILED:
                 self._fail(attempt, TransferFailure.PEER_LOST, reason, now)
 
     def stream_ready(self, peer: PeerId, terms: ReceivePeer, now: float) -> None:
         """A stream may be used. What is in doubt is asked about before anything new is said."""
-        if peer in self._peers:
-            self._peers[peer] = terms
-        doubtful = tuple(attempt.request.key for attempt in self._of(peer) if attempt.state in IN_DOUBT)
+        self._holders.ready(peer, terms)
+        for key, receive in self._holders.take_owed(peer):
+            self._emit(ToPeer(peer, Cancel(key, receive)))
+        doubtful = tuple(attempt.name for attempt in self._of(peer) if attempt.state in IN_DOUBT)
         if doubtful and terms.reconciles:
             self._emit(ToPeer(peer, Reconcile(doubtful)))
         for attempt in self._of(peer):
@@ -146,41 +148,42 @@ class ReceiveSessions:
 
     def stream_broke(self, peer: PeerId, now: float) -> None:
         """The stream has ended, for whatever reason: that says nothing about the writers."""
-        if self._peers.get(peer) is not None:
-            self._peers[peer] = None
+        self._holders.ready(peer, None)
         for attempt in self._of(peer):
             if attempt.state in PUBLISHED and attempt.state not in IN_DOUBT:
-                self._ledger.doubt(attempt.request.key, now)
+                self._ledger.doubt(attempt.key, now)
                 self._step(attempt, ReceiveEvent.STREAM_BROKE, now)
 
     def reconciled(self, peer: PeerId, reply: ReconcileReply, now: float) -> None:
         """Answer to Reconcile. Raises ProtocolError when it leaves an attempt out."""
         for notice in reply.notices:
             self.notice(peer, notice, now)
-        for key in reply.in_flight:
-            attempt = self._open.get(key)
-            if attempt is not None and attempt.peer == peer and attempt.state in IN_DOUBT:
-                self._ledger.reconcile(key, now)
+        for name in reply.in_flight:
+            attempt = self._open.get(name.key)
+            if attempt is not None and attempt.peer == peer and attempt.name == name and attempt.state in IN_DOUBT:
+                self._ledger.reconcile(name.key, now)
                 self._step(attempt, ReceiveEvent.RECONCILED, now)
-        left = [str(attempt.request.key) for attempt in self._of(peer) if attempt.state in IN_DOUBT]
+        left = [str(attempt.key) for attempt in self._of(peer) if attempt.state in IN_DOUBT]
         if left:
             raise ProtocolError(f"ReconcileReply of {peer[0]} says nothing of attempts {', '.join(left)}")
 
     # --- writers
 
     def notice(self, peer: PeerId, notice: TransferNotice, now: float) -> None:
-        """One writer is over. Notices of other attempts, other peers and repeats change nothing."""
+        """One writer is over. Notices of other receives, other peers and repeats change nothing."""
         attempt = self._open.get(notice.key)
         writer = (notice.src_rank, notice.dst_rank)
-        if attempt is None or attempt.peer != peer or writer not in self._ledger.waiting_for(notice.key):
+        mine = attempt is not None and (attempt.peer, attempt.receive) == (peer, notice.receive)
+        if attempt is None or not mine or writer not in self._ledger.waiting_for(notice.key):
             log.debug("notice of %s for attempt %s is not waited for", peer[0], notice.key)
             return
         attempt.notices.append(notice)
-        problem = self._take(attempt, notice)
+        problem = take_notice(attempt.manifest, notice)
         last = self._ledger.settle(notice.key, writer, notice.outcome, now)
         if problem and attempt.failure is TransferFailure.NONE:
             failure = TransferFailure.NOT_HELD if notice.not_held else TransferFailure.WRITE_FAILED
-            if not last:
+            # One that may be repeated waits for the other writers instead: a cancel would give the pages up over there.
+            if not last and not attempt.request.may_retry:
                 self._fail(attempt, failure, problem, now)
             attempt.failure, attempt.reason = failure, problem
         if last:
@@ -191,14 +194,24 @@ class ReceiveSessions:
         """Proof that every process of these incarnations has exited. Their pages are settled after `drain_s`."""
         exited = set(incarnations)
         for attempt in list(self._open.values()):
-            if attempt.peer[0] != instance_id or attempt.peer[1] not in exited or attempt.dead_at is not None:
-                continue
-            attempt.dead_at = now + self._config.drain_s
-            if attempt.state not in FAILED:
-                self._fail(attempt, TransferFailure.PEER_LOST, f"instance {instance_id} has exited", now)
+            if attempt.peer[0] == instance_id and attempt.peer[1] in exited:
+                self._writers_exited(attempt, None, f"instance {instance_id} has exited", now)
+
+    def peer_ranks_exited(self, peer: PeerId, ranks: Iterable[int], reason: str, now: float) -> None:
+        """Proof that these ranks of the peer have exited: what waits for them is settled after `drain_s`."""
+        gone = frozenset(ranks)
+        for attempt in self._of(peer):
+            if attempt.state in PUBLISHED and any(src in gone for src, _ in self._ledger.waiting_for(attempt.key)):
+                why = f"ranks {sorted(gone)} of instance {peer[0]} have exited: {reason}"
+                self._writers_exited(attempt, gone, why, now)
+
+    def _writers_exited(self, attempt: Attempt, ranks: frozenset[int] | None, reason: str, now: float) -> None:
+        if self._in_doubt.writers_exited(attempt, ranks, now) and attempt.state not in FAILED:
+            self._fail(attempt, TransferFailure.PEER_LOST, reason, now)
 
     def rank_exited(self, rank: int, reason: str, now: float) -> None:
         """A rank of this instance is gone, and with it the destination of every attempt that names it."""
+        self._gone.add(rank)
         for attempt in list(self._open.values()):
             if attempt.state not in FAILED and any(blocks.rank == rank for blocks in attempt.request.destinations):
                 why = f"rank {rank} of the generation instance exited: {reason}"
@@ -207,8 +220,7 @@ class ReceiveSessions:
     def tick(self, now: float) -> None:
         """Deadlines fail attempts; they never settle pages. Drained proofs do."""
         for attempt in list(self._open.values()):
-            if attempt.dead_at is not None and now >= attempt.dead_at:
-                self._ledger.prove_dead(attempt.request.key, attempt.peer[1], now)
+            if self._in_doubt.settled_by_death(attempt, now):
                 self._step(attempt, ReceiveEvent.WRITERS_DEAD, now)
             elif attempt.state not in FAILED and now >= attempt.deadline:
                 waited = f"{now - attempt.started:.1f} s"
@@ -217,13 +229,23 @@ class ReceiveSessions:
                     self._fail(attempt, TransferFailure.PEER_UNKNOWN, reason, now)
                 else:
                     self._fail(attempt, TransferFailure.TIMED_OUT, f"the cache is not complete after {waited}", now)
+        self._in_doubt.tick(self._open.values(), now)
 
     # --- questions
+
+    @property
+    def leaked_bytes(self) -> int:
+        """Bytes of pages that were given up: their writers neither answer nor are proven dead."""
+        return self._in_doubt.leaked_bytes
 
     @property
     def is_idle(self) -> bool:
         """True when no pages are reserved or exposed."""
         return not self._open
+
+    def last_used(self, peer: PeerId) -> float:
+        """When the peer was asked last; minus infinity for never."""
+        return self._holders.last_used(peer)
 
     def has_open(self, peer: PeerId) -> bool:
         """True while a writer of the peer may touch pages, or a request waits for its stream."""
@@ -231,18 +253,7 @@ class ReceiveSessions:
 
     def views(self, now: float) -> list[SessionView]:
         """Every attempt that holds pages."""
-        return [
-            SessionView(
-                key=key,
-                side=InstanceRole.GENERATION,
-                state=attempt.state.name.lower(),
-                peer_instance_id=attempt.peer[0],
-                age=now - attempt.since,
-                pages=self._ledger.pages(key),
-                in_doubt=attempt.state in IN_DOUBT,
-            )
-            for key, attempt in self._open.items()
-        ]
+        return [receive_view(attempt, self._ledger.pages(key), now) for key, attempt in self._open.items()]
 
     # --- steps
 
@@ -253,79 +264,84 @@ class ReceiveSessions:
         request, ranks = attempt.request, {blocks.rank for blocks in attempt.request.destinations}
         plans = [plan for plan in terms.plans if plan.dst_rank in ranks]
         try:
-            self._check(attempt, terms, plans)
+            count = sum(other.state in PUBLISHED for other in self._of(attempt.peer))
+            check_request(request, terms.limits, plans, count)
         except PlanError as error:
             self._fail(attempt, TransferFailure.WRITE_FAILED, str(error), now)
             return
-        need = expected_need(plans, request.tokens)
+        begins = {(one.rank, one.layer_group): one.begin for one in request.destinations}
+        need = expected_need(plans, request.tokens, begins)
         attempt.manifest, attempt.started = Manifest(need), now
         attempt.deadline = now + self._config.timeout_s
         attempt.span = begin_receive(self._tracing, request)
+        self._receives += 1
+        attempt.receive = self._receives
         self._ledger.expose(request.key, need.writers, now)
         self._step(attempt, ReceiveEvent.PUBLISHED, now)
         trace = attempt.span.context or request.trace
         # Also for an empty need: it tells the context side that its pages are not wanted any more.
-        self._emit(ToPeer(attempt.peer, KvRequest(request.key, request.tokens, request.destinations, trace)))
+        ask = KvRequest(
+            request.key, request.tokens, request.destinations, trace, attempt.receive, may_retry=request.may_retry
+        )
+        self._emit(ToPeer(attempt.peer, ask))
         if not need.writers:
             self._step(attempt, ReceiveEvent.COMPLETE, now)
-
-    def _check(self, attempt: Attempt, terms: ReceivePeer, plans: list[PeerPlan]) -> None:
-        request, limits = attempt.request, terms.limits
-        missing = {blocks.rank for blocks in request.destinations} - {plan.dst_rank for plan in plans}
-        if missing:
-            raise PlanError(f"nobody writes to ranks {sorted(missing)}")
-        for plan in plans:
-            lists = {one.layer_group: one.blocks for one in request.destinations if one.rank == plan.dst_rank}
-            plan.check_destination(lists, request.tokens)
-        ids = sum(len(one.blocks) for one in request.destinations)
-        if ids > limits.max_block_ids:
-            raise PlanError(f"{ids} blocks, instance {attempt.peer[0]} takes at most {limits.max_block_ids} at once")
-        count = sum(other.state in PUBLISHED for other in self._of(attempt.peer))
-        if count >= limits.max_open_requests:
-            raise PlanError(f"{count} requests are open, instance {attempt.peer[0]} takes {limits.max_open_requests}")
-
-    def _take(self, attempt: Attempt, notice: TransferNotice) -> str:
-        """Adds what a writer delivered to the manifest. Says what is wrong with it, empty when nothing is."""
-        if notice.outcome is not WriterOutcome.DELIVERED:
-            return notice.reason or f"rank {notice.src_rank} did not write everything"
-        try:
-            attempt.manifest.add(notice.src_rank, notice.dst_rank, notice.extents)
-        except ManifestError as error:
-            return str(error)
-        return ""
 
     def _fail(self, attempt: Attempt, failure: TransferFailure, reason: str, now: float) -> None:
         attempt.failure, attempt.reason = failure, reason
         self._step(attempt, ReceiveEvent.FAILED, now)
         if attempt.state in FAILED:
-            self._emit(ToScheduler(ReceiveOutcome(attempt.request.key, False, failure, reason)))
+            self._emit(ToScheduler(ReceiveOutcome(attempt.key, False, failure, reason)))
 
     def _step(self, attempt: Attempt, event: ReceiveEvent, now: float) -> None:
         """The only place where an attempt changes state; leaving through ENDED is the one terminal path."""
-        key, before = attempt.request.key, attempt.state
+        key, before = attempt.key, attempt.state
         state = TRANSITIONS.get((before, event))
         if state is None:
             raise TransferStateError(key, f"is {before.name}: {event.name} can not happen")
         attempt.state, attempt.since = state, now
         if state is ReceiveState.FAILING:
             # Said again after a reconnect: the first one may have been lost.
-            self._emit(ToPeer(attempt.peer, Cancel(key)))
+            self._emit(ToPeer(attempt.peer, Cancel(key, attempt.receive)))
         if state is ReceiveState.ENDED:
-            self._end(attempt, event, now)
+            self._end(attempt, event, before, now)
 
-    def _end(self, attempt: Attempt, event: ReceiveEvent, now: float) -> None:
-        key = attempt.request.key
+    def _end(self, attempt: Attempt, event: ReceiveEvent, before: ReceiveState, now: float) -> None:
+        key = attempt.key
         if event is ReceiveEvent.COMPLETE:
             outcome = ReceiveOutcome(key, True, stats=attempt.stats(now))
         else:
             if attempt.failure is TransferFailure.NONE:
                 attempt.failure = TransferFailure.WRITE_FAILED
                 attempt.reason = f"every writer is over, {attempt.manifest.missing} (token, layer)s are missing"
-            outcome = ReceiveOutcome(key, True, attempt.failure, attempt.reason, attempt.stats(now))
+            kept = self._let_go(attempt, before)
+            outcome = ReceiveOutcome(key, True, attempt.failure, attempt.reason, attempt.stats(now), may_retry=kept)
         self._ledger.release(key)
         del self._open[key]
         end_receive(attempt.span, outcome)
         self._emit(ToScheduler(outcome))
 
+    def _let_go(self, attempt: Attempt, before: ReceiveState) -> bool:
+        """After a failure: True when the holder keeps its pages for one more request; otherwise it is told to free them
+        where it may not know."""
+        key, receive = attempt.key, attempt.receive
+        if attempt.request.may_retry and attempt.failure is TransferFailure.WRITE_FAILED and before in _KEPT_IN:
+            self._holders.keep(key, attempt.peer, receive)
+            return True
+        if before in IN_DOUBT:
+            self._emit(ToPeer(attempt.peer, Cancel(key, receive)))
+        elif before is ReceiveState.QUEUED:
+            self._holders.owe(attempt.peer, key, 0)
+        return False
+
+    def _give_back(self, key: RequestKey) -> None:
+        """A holder that keeps pages for one more request need not wait."""
+        kept = self._holders.take_kept(key)
+        if kept is not None and self._holders.terms(kept[0]) is None:
+            self._holders.owe(kept[0], key, kept[1])
+        elif kept is not None:
+            self._emit(ToPeer(kept[0], Cancel(key, kept[1])))
+
     def _decline(self, key: RequestKey, failure: TransferFailure, reason: str) -> None:
+        self._give_back(key)
         self._emit(ToScheduler(ReceiveOutcome(key, True, failure, reason)))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from isthmus_core.tracing import NOOP_SPAN, Span
 from kvtransfer.manifest import Manifest, Need
-from kvtransfer.ports import HandoffStats, TransferFailure, TransferStats
+from kvtransfer.messages import ReceiveKey
+from kvtransfer.ports import HandoffStats, TransferFailure
+from kvtransfer.session.stats import total_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtransfer.ports import ReceiveRequest, TransferNotice
+    from kvtransfer.ports import ReceiveRequest, RequestKey, TransferNotice
     from kvtransfer.session.actions import PeerId
 
 
@@ -80,7 +80,8 @@ PUBLISHED = (ReceiveState.WAITING, ReceiveState.DOUBT, ReceiveState.FAILING, Rec
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`deadline`: of the state QUEUED first, then of the cache. `dead_at`: when the exited writers have drained."""
+    """`deadline`: of the state QUEUED first, then of the cache. `dead_at`: when the writers of `dead_ranks` (None:
+    all), which have exited, have drained. `fence_at`: when their hub is asked (again) to make an end."""
 
     request: ReceiveRequest
     peer: PeerId
@@ -93,21 +94,24 @@ class Attempt:
     failure: TransferFailure = TransferFailure.NONE
     reason: str = ""
     dead_at: float | None = None
+    dead_ranks: frozenset[int] | None = frozenset()
+    fence_at: float | None = None
+    fences: int = 0
+    leaked: bool = False
     span: Span = NOOP_SPAN
+    # Number of the KvRequest, 0 before it is said.
+    receive: int = 0
+
+    @property
+    def key(self) -> RequestKey:
+        """Of the request."""
+        return self.request.key
+
+    @property
+    def name(self) -> ReceiveKey:
+        """How the holder knows it."""
+        return ReceiveKey(self.request.key, self.receive)
 
     def stats(self, now: float) -> HandoffStats:
         """What the hand-off has cost so far."""
         return HandoffStats(total_stats([notice.stats for notice in self.notices]), now - self.started)
-
-
-def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
-    """Sums of bytes and descriptors, maxima of times, every path that was used."""
-    return TransferStats(
-        bytes=sum(one.bytes for one in parts),
-        descriptors=sum(one.descriptors for one in parts),
-        path=", ".join(sorted({one.path for one in parts if one.path})),
-        queue=max((one.queue for one in parts), default=0.0),
-        plan=max((one.plan for one in parts), default=0.0),
-        post=max((one.post for one in parts), default=0.0),
-        wire=max((one.wire for one in parts), default=0.0),
-    )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
     from kvtransfer.page_table import PageTable
     from kvtransfer.rank_info import RankInfo, Topology
+    from kvtransfer.transceiver.probing import ProbePolicy
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class AgentThread:
         *,
         on_exit: Callable[[BaseException | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        probing: ProbePolicy | None = None,
     ) -> None:
+        self._probing = probing
         self._sock, self._frames = sock, FrameSocket(sock)
         self._make_agent, self._geometry = make_agent, (page_table, rank, topology)
         self._on_exit, self._clock = on_exit, clock
@@ -114,7 +117,9 @@ class AgentThread:
                 self._on_exit(self._failure)
 
     def _serve(self) -> None:
-        transceiver = RankTransceiver(*self._geometry, self._make_agent(), self._outbox.append, self._clock)
+        transceiver = RankTransceiver(
+            *self._geometry, self._make_agent(), self._outbox.append, self._clock, probing=self._probing
+        )
         transceiver.start()
         self._flush()
         self._info = transceiver.info

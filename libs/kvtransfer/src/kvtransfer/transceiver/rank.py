@@ -14,7 +14,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer.agents.base import WriteState
@@ -27,7 +28,10 @@ from kvtransfer.ports import (
     HubToRank,
     Incompatibility,
     LoadPeer,
+    PairProbe,
     PeerLoaded,
+    PeerProbed,
+    ProbePeer,
     RankReady,
     RankToHub,
     TransferNotice,
@@ -36,15 +40,15 @@ from kvtransfer.ports import (
     WriterOutcome,
 )
 from kvtransfer.rank_info import RankInfo
+from kvtransfer.transceiver.orders import begins, block_lists, chunk_of, identity
+from kvtransfer.transceiver.pieced_write import PIECE_BYTES, PiecedWrite
+from kvtransfer.transceiver.probing import ProbePolicy, Probes
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from kvtransfer.agents.base import Agent, WriteHandle
+    from kvtransfer.agents.base import Agent
     from kvtransfer.page_table import PageTable
     from kvtransfer.peer_plan import PeerPlan
-    from kvtransfer.ports import RankBlocks, RequestKey
+    from kvtransfer.ports import RequestKey
     from kvtransfer.rank_info import InstanceInfo, Topology
 
 log = logging.getLogger(__name__)
@@ -74,7 +78,7 @@ class _Open:
     order: WriteOrder
     peer: _Peer
     plan: PeerPlan
-    handle: WriteHandle
+    write: PiecedWrite
     stats: TransferStats
     posted: float
 
@@ -82,7 +86,8 @@ class _Open:
 class RankTransceiver:
     """One rank's writer. Not thread-safe: everything is called from the thread that owns the agent.
 
-    `emit` takes events in order and must not wait. `clock` in seconds, monotonic.
+    `emit` takes events in order and must not wait. `clock` in seconds, monotonic. Writes are posted in pieces of at
+    most `piece_bytes`. `probing`: when the way to a peer is measured; without it never, and peers can not either.
     """
 
     def __init__(
@@ -93,7 +98,12 @@ class RankTransceiver:
         agent: Agent,
         emit: Callable[[RankToHub], None],
         clock: Callable[[], float] = time.monotonic,
+        piece_bytes: int = PIECE_BYTES,
+        probing: ProbePolicy | None = None,
     ) -> None:
+        self._piece_bytes = piece_bytes
+        self._probing = probing or ProbePolicy()
+        self._probes = Probes(agent, rank, self._probing.scratch, clock)
         self._page_table, self._rank, self._topology = page_table, rank, topology
         self._agent, self._emit, self._clock = agent, emit, clock
         self._info: RankInfo | None = None
@@ -110,61 +120,75 @@ class RankTransceiver:
 
     @property
     def open_writes(self) -> int:
-        """Orders that are queued or posted, counted per destination rank."""
-        return len(self._queue) + len(self._open)
+        """Orders that are queued or posted, counted per destination rank, and writes that measure."""
+        return len(self._queue) + len(self._open) + self._probes.open_writes
 
     def start(self) -> None:
-        """Registers the memory and announces the rank. Raises GeometryError, AgentError."""
+        """Registers the memory and announces the rank. Raises GeometryError, AgentError, AgentUnavailable."""
         self._page_table.validate()
-        self._agent.register(self._page_table.regions)
-        self._info = RankInfo(self._rank, self._topology, self._page_table, self._agent.descriptor())
+        scratch = self._probing.scratch
+        if self._probing.require_path:
+            self._probing.check_possible(self._agent.capabilities)
+        self._agent.register((*self._page_table.regions, *(() if scratch is None else (scratch,))))
+        agent = self._agent.descriptor()
+        self._info = RankInfo(self._rank, self._topology, self._page_table, agent, scratch=scratch)
         self._emit(RankReady(self._info))
 
     def handle(self, command: HubToRank) -> None:
         """Takes one command. Only LoadPeer talks to the agent; writes are posted by `poll`."""
         match command:
-            case LoadPeer(peer):
-                self._load(peer)
+            case LoadPeer(peer, ranks):
+                self._load(peer, ranks)
             case ForgetPeer(instance_id, incarnation):
                 self._forget((instance_id, incarnation))
             case WriteOrder():
                 self._take(command)
-            case CancelWrite(key):
-                self._cancel(key)
+            case CancelWrite(key, receive):
+                self._cancel(key, receive)
+            case ProbePeer():
+                self._probe(command)
 
     def poll(self) -> bool:
-        """Posts at most one queued write, so that a cancel can still overtake the others, and looks at every open one.
+        """Posts at most one piece of one write, so that a cancel can still overtake the others, and looks at every open
+        one.
 
         True while anything is queued or open. Raises AgentBroken when the agent has lost track of its writes.
         """
-        if self._queue:
+        begun = next((one for one in self._open if one.write.can_post), None)
+        if begun is not None:
+            self._post_more(begun)
+        elif self._queue:
             self._post(self._queue.popleft())
         for write in tuple(self._open):
             self._look(write)
-        return bool(self._queue or self._open)
+        probing = self._probes.poll()
+        for peer_id, peer in [one for one in self._peers.items() if one[1].forgotten]:
+            if not self._in_use(peer_id, peer):
+                self._drop(peer_id, peer)
+        return bool(self._queue or self._open) or probing
 
     def close(self) -> None:
         """Ends the agent. Raises AgentError while writes are open."""
         self._agent.close()
 
-    def _load(self, info: InstanceInfo) -> None:
+    def _load(self, info: InstanceInfo, ranks: tuple[RankInfo, ...]) -> None:
         peer_id = (info.instance_id, info.incarnation)
         known = self._peers.get(peer_id)
         if known is not None and (known.lost or known.info.ranks != info.ranks):
-            if any(write.peer is known for write in self._open):
-                self._refuse(info, "agent", "a write of the old connection is open", "connect again when it is over")
+            if self._in_use(peer_id, known):
+                self._refuse(info, "agent", "a write of the old connection is open", "connect again", later=True)
                 return
             self._drop(peer_id, known)
             known = None
         if known is None:
-            problems = check_rank(self.info, info)
+            problems = check_rank(self.info, info, ranks)
             if problems:
                 self._emit(PeerLoaded(*peer_id, incompatibilities=tuple(problems)))
                 return
-            plans = {plan.dst_rank: plan for plan in build_rank_plans(self.info, info)}
+            plans = {plan.dst_rank: plan for plan in build_rank_plans(self.info, info, ranks)}
             try:
                 for rank in plans:
-                    self._agent.load_remote(info.ranks[rank].agent, info.ranks[rank].page_table.regions)
+                    self._agent.load_remote(info.ranks[rank].agent, info.ranks[rank].regions)
             except AgentError as error:
                 for rank in plans:
                     self._agent.forget_remote(info.ranks[rank].agent.name)
@@ -172,11 +196,39 @@ class RankTransceiver:
                 return
             known = self._peers[peer_id] = _Peer(info, plans)
         known.forgotten = False
-        self._emit(PeerLoaded(*peer_id, plan_digest=rank_digest(known.plans.values())))
+        if self._probing.measures and known.plans:
+            self._measure(peer_id, known, 0, partial(self._measured, peer_id, known))
+        else:
+            self._emit(PeerLoaded(*peer_id, plan_digest=rank_digest(known.plans.values())))
 
-    def _refuse(self, info: InstanceInfo, field: str, problem: str, remedy: str) -> None:
+    def _measure(
+        self, peer_id: PeerId, peer: _Peer, nbytes: int, done: Callable[[tuple[PairProbe, ...]], None]
+    ) -> None:
+        self._probes.begin(peer_id, [peer.info.ranks[rank] for rank in sorted(peer.plans)], nbytes, done)
+
+    def _measured(self, peer_id: PeerId, peer: _Peer, found: tuple[PairProbe, ...]) -> None:
+        """The pair has been measured before its first use."""
+        for one in found:
+            log.info("way to rank %d of %s: %s", one.dst_rank, peer_id[0], one.problem or one.path)
+        against = tuple(reason for one in found if (reason := self._probing.refuse(one)) is not None)
+        peer.lost |= bool(against)
+        digest = b"" if against else rank_digest(peer.plans.values())
+        self._emit(PeerLoaded(*peer_id, incompatibilities=against, plan_digest=digest, probes=found))
+
+    def _probe(self, command: ProbePeer) -> None:
+        peer_id = (command.instance_id, command.incarnation)
+        peer = self._peers.get(peer_id)
+        if peer is None or peer.forgotten:
+            self._emit(PeerProbed(command.number, (PairProbe(self.info.rank, 0, problem="the peer is not loaded"),)))
+        else:
+            self._measure(peer_id, peer, command.nbytes, lambda found: self._emit(PeerProbed(command.number, found)))
+
+    def _in_use(self, peer_id: PeerId, peer: _Peer) -> bool:
+        return any(write.peer is peer for write in self._open) or self._probes.touches(peer_id)
+
+    def _refuse(self, info: InstanceInfo, field: str, problem: str, remedy: str, *, later: bool = False) -> None:
         reason = Incompatibility(f"ranks[{self.info.rank}].{field}", self._agent.name, problem, remedy)
-        self._emit(PeerLoaded(info.instance_id, info.incarnation, incompatibilities=(reason,)))
+        self._emit(PeerLoaded(info.instance_id, info.incarnation, incompatibilities=(reason,), later=later))
 
     def _forget(self, peer_id: PeerId) -> None:
         peer = self._peers.get(peer_id)
@@ -186,7 +238,7 @@ class RankTransceiver:
         for queued in [one for one in self._queue if (one.order.instance_id, one.order.incarnation) == peer_id]:
             self._queue.remove(queued)
             self._never(queued.order, queued.dst_rank, "the peer was forgotten")
-        if not any(write.peer is peer for write in self._open):
+        if not self._in_use(peer_id, peer):
             self._drop(peer_id, peer)
 
     def _drop(self, peer_id: PeerId, peer: _Peer) -> None:
@@ -196,7 +248,7 @@ class RankTransceiver:
 
     def _take(self, order: WriteOrder) -> None:
         same = [queued.order for queued in self._queue] + [write.order for write in self._open]
-        if any(one.key == order.key and one.incarnation == order.incarnation for one in same):
+        if any(identity(one) == identity(order) for one in same):
             # Its notices will answer this one as well: a second write of the same bytes would gain nothing.
             log.warning("order repeated while it is open", extra={"request": str(order.key)})
             return
@@ -204,10 +256,13 @@ class RankTransceiver:
         for dst_rank in sorted({blocks.rank for blocks in order.destinations}):
             self._queue.append(_Queued(order, dst_rank, now))
 
-    def _cancel(self, key: RequestKey) -> None:
-        for queued in [one for one in self._queue if one.order.key == key]:
+    def _cancel(self, key: RequestKey, receive: int) -> None:
+        for queued in [one for one in self._queue if one.order.key == key and one.order.receive == receive]:
             self._queue.remove(queued)
             self._never(queued.order, queued.dst_rank, "cancelled before it was posted")
+        for one in self._open:
+            if one.order.key == key and one.order.receive == receive:
+                one.write.cancel("cancelled while it was posted piece by piece")
 
     def _post(self, queued: _Queued) -> None:
         order, dst_rank = queued.order, queued.dst_rank
@@ -221,11 +276,14 @@ class RankTransceiver:
         plan, began = peer.plans[dst_rank], self._clock()
         agent_name = peer.info.ranks[dst_rank].agent.name
         try:
-            mine, theirs = _lists(order.sources, self.info.rank), _lists(order.destinations, dst_rank)
-            pairs = plan.instantiate(mine, theirs, order.tokens)
+            mine, theirs = block_lists(order.sources, self.info.rank), block_lists(order.destinations, dst_rank)
+            held, wanted = begins(order.sources, self.info.rank), begins(order.destinations, dst_rank)
+            pairs = plan.instantiate(mine, theirs, chunk_of(order), src_begins=held, dst_begins=wanted)
             planned = self._clock()
             path = self._agent.path(agent_name)
-            handle = self._agent.submit(pairs, agent_name) if len(pairs) else None
+            write = PiecedWrite(self._agent, agent_name, pairs, self._piece_bytes)
+            if write.can_post:
+                write.post()
         except (PlanError, AgentError) as error:
             self._never(order, dst_rank, str(error))
             return
@@ -238,40 +296,40 @@ class RankTransceiver:
             plan=planned - began,
             post=posted - planned,
         )
-        if handle is None:
-            self._notify(order, plan, WriterOutcome.DELIVERED, stats)
+        if len(pairs):
+            self._open.append(_Open(order, peer, plan, write, stats, planned))
         else:
-            self._open.append(_Open(order, peer, plan, handle, stats, planned))
+            self._notify(order, plan, WriterOutcome.DELIVERED, stats)
+
+    def _post_more(self, one: _Open) -> None:
+        began = self._clock()
+        try:
+            one.write.post()
+        except AgentError as error:
+            log.warning("a piece of request %s could not be posted: %s", one.order.key, error)
+        one.stats = replace(one.stats, post=one.stats.post + self._clock() - began)
 
     def _look(self, write: _Open) -> None:
-        status = self._agent.poll(write.handle)
+        status = write.write.look()
         if status.state is WriteState.IN_FLIGHT:
             return
         wire = self._clock() - write.posted
         self._open.remove(write)
-        self._agent.release(write.handle)
         done = status.state is WriteState.DONE
-        cost = write.stats
-        stats = TransferStats(
-            cost.bytes if done else 0, cost.descriptors, cost.path, cost.queue, cost.plan, cost.post, wire
-        )
+        stats = replace(write.stats, bytes=write.stats.bytes if done else 0, wire=wire)
         outcome = WriterOutcome.DELIVERED if done else WriterOutcome.QUIESCED
         self._notify(write.order, write.plan, outcome, stats, status.reason)
         write.peer.lost |= status.peer_lost
-        if write.peer.forgotten and not any(other.peer is write.peer for other in self._open):
-            self._drop((write.order.instance_id, write.order.incarnation), write.peer)
 
     def _notify(
         self, order: WriteOrder, plan: PeerPlan, outcome: WriterOutcome, stats: TransferStats, reason: str = ""
     ) -> None:
-        extents = plan.extents(order.tokens) if outcome is WriterOutcome.DELIVERED else ()
-        self._emit(TransferNotice(order.key, plan.src_rank, plan.dst_rank, outcome, extents, reason, stats))
+        wanted = begins(order.destinations, plan.dst_rank)
+        extents = plan.extents(chunk_of(order), wanted) if outcome is WriterOutcome.DELIVERED else ()
+        who = (plan.src_rank, plan.dst_rank)
+        self._emit(TransferNotice(order.key, *who, outcome, extents, reason, stats, receive=order.receive))
 
     def _never(self, order: WriteOrder, dst_rank: int, reason: str) -> None:
         outcome = WriterOutcome.NEVER_STARTED
-        self._emit(TransferNotice(order.key, self.info.rank, dst_rank, outcome, reason=reason))
-
-
-def _lists(blocks: tuple[RankBlocks, ...], rank: int) -> dict[int, NDArray[np.int32]]:
-    """Block lists of one rank by layer group."""
-    return {one.layer_group: one.blocks for one in blocks if one.rank == rank}
+        who = (self.info.rank, dst_rank)
+        self._emit(TransferNotice(order.key, *who, outcome, reason=reason, receive=order.receive))

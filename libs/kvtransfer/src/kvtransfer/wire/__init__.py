@@ -5,6 +5,16 @@ Unknown enum values and unknown oneof bodies are refused, counts and sizes are l
 view over the bytes.
 """
 
+from kvtransfer.wire.binding import (
+    bind_context_from_pb,
+    bind_context_to_pb,
+    bind_news_from_pb,
+    bind_news_to_pb,
+    receive_intent_from_pb,
+    receive_intent_to_pb,
+    send_first_tokens_from_pb,
+    send_first_tokens_to_pb,
+)
 from kvtransfer.wire.common import (
     incompatibilities_from_pb,
     incompatibilities_to_pb,
@@ -22,6 +32,10 @@ from kvtransfer.wire.envelope import (
     envelope_from_request_bytes,
     envelope_to_request,
     envelope_to_response,
+    fence_answer_from_pb,
+    fence_answer_to_pb,
+    fence_request_from_pb,
+    fence_request_to_pb,
     session_view_from_pb,
     session_view_to_pb,
 )
@@ -35,7 +49,7 @@ from kvtransfer.wire.geometry import (
     rank_info_from_pb,
     rank_info_to_pb,
 )
-from kvtransfer.wire.peer import peer_message_from_pb, peer_message_to_pb
+from kvtransfer.wire.peer import peer_message_from_pb, peer_message_to_pb, peer_view_from_pb, peer_view_to_pb
 from kvtransfer.wire.rank import (
     rank_input_from_bytes,
     rank_input_to_bytes,
@@ -58,12 +72,20 @@ from kvtransfer.wire.scheduler import (
 )
 
 __all__ = [
+    "bind_context_from_pb",
+    "bind_context_to_pb",
+    "bind_news_from_pb",
+    "bind_news_to_pb",
     "cancel_transfer_from_pb",
     "cancel_transfer_to_pb",
     "envelope_from_pb",
     "envelope_from_request_bytes",
     "envelope_to_request",
     "envelope_to_response",
+    "fence_answer_from_pb",
+    "fence_answer_to_pb",
+    "fence_request_from_pb",
+    "fence_request_to_pb",
     "handoff_report_from_pb",
     "handoff_report_to_pb",
     "incompatibilities_from_pb",
@@ -80,16 +102,22 @@ __all__ = [
     "page_table_to_pb",
     "peer_message_from_pb",
     "peer_message_to_pb",
+    "peer_view_from_pb",
+    "peer_view_to_pb",
     "rank_info_from_pb",
     "rank_info_to_pb",
     "rank_input_from_bytes",
     "rank_input_to_bytes",
     "rank_output_from_bytes",
     "rank_output_to_bytes",
+    "receive_intent_from_pb",
+    "receive_intent_to_pb",
     "receive_outcome_from_pb",
     "receive_outcome_to_pb",
     "receive_request_from_pb",
     "receive_request_to_pb",
+    "send_first_tokens_from_pb",
+    "send_first_tokens_to_pb",
     "send_offer_from_pb",
     "send_offer_to_pb",
     "send_outcome_from_pb",

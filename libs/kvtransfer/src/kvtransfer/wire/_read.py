@@ -24,6 +24,7 @@ S = TypeVar("S", bound=np.generic)
 
 MAX_TEXT = 1 << 16
 MAX_REASON_SENT = 2048
+MAX_EXTRA = 1 << 16
 
 
 def parse(cls: type[M], data: bytes, field: str) -> M:
@@ -71,6 +72,17 @@ def array(data: bytes, dtype: np.dtype[S], limit: int, field: str) -> NDArray[S]
     return np.frombuffer(data, dtype=dtype)
 
 
+def extra(message: Message, field: str) -> bytes:
+    """Fields that this build does not know, as they came: whoever passes the message on must not lose them."""
+    rest = type(message)()
+    rest.CopyFrom(message)
+    for known, _ in rest.ListFields():
+        rest.ClearField(known.name)
+    data = rest.SerializeToString()
+    limited(data, MAX_EXTRA, f"{field} (unknown fields)")
+    return data
+
+
 def incarnation(value: bytes, field: str) -> bytes:
     """An incarnation of the right length."""
     if len(value) != INCARNATION_BYTES:
@@ -87,10 +99,16 @@ def seconds(value: Duration, field: str) -> float:
 
 def duration(value: float) -> Duration:
     """Seconds to protobuf. Raises ValueError when negative."""
+    made = Duration()
+    write_duration(value, made)
+    return made
+
+
+def write_duration(value: float, into: Duration) -> None:
+    """Seconds into a message field that is there. Raises ValueError when negative."""
     if not value >= 0:
         raise ValueError(f"duration of {value} s is negative")
-    whole, nanos = divmod(round(value * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=nanos)
+    into.seconds, into.nanos = divmod(round(value * 1e9), 1_000_000_000)
 
 
 @contextmanager

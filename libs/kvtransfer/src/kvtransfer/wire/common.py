@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from isthmus.v1 import common_pb2, errors_pb2, transfer_ipc_pb2, transfer_pb2
@@ -19,7 +19,7 @@ from kvtransfer.ports import (
     TransferStats,
     WriterOutcome,
 )
-from kvtransfer.wire._read import MAX_REASON_SENT, array, duration, enum, limited, present, seconds, text
+from kvtransfer.wire._read import MAX_REASON_SENT, array, enum, limited, present, seconds, text, write_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,9 +36,15 @@ _I32 = np.dtype("<i4")
 
 def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
     """Raises ValueError for a local id: those never travel."""
+    pb = common_pb2.RequestKey()
+    _write_key(key, pb)
+    return pb
+
+
+def _write_key(key: RequestKey, pb: common_pb2.RequestKey) -> None:
     if not MIN_REQUEST_ID <= key.request_id < MAX_REQUEST_ID:
         raise ValueError(f"request id {key.request_id} is not in [2^40, 2^63): local ids never travel")
-    return common_pb2.RequestKey(request_id=key.request_id, attempt=key.attempt)
+    pb.request_id, pb.attempt = key.request_id, key.attempt
 
 
 def key_from_pb(pb: common_pb2.RequestKey, field: str = "key") -> RequestKey:
@@ -76,12 +82,16 @@ def trace_from_pb(pb: common_pb2.TraceContext, field: str = "trace") -> TraceCon
 
 def destination_blocks_to_pb(blocks: RankBlocks) -> transfer_pb2.DestinationBlocks:
     """Blocks in a KvRequest or WriteOrder."""
-    return transfer_pb2.DestinationBlocks(rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks))
+    return transfer_pb2.DestinationBlocks(
+        rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks), begin=blocks.begin
+    )
 
 
 def rank_blocks_to_pb(blocks: RankBlocks) -> transfer_ipc_pb2.RankBlocks:
     """Blocks in a local message."""
-    return transfer_ipc_pb2.RankBlocks(rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks))
+    return transfer_ipc_pb2.RankBlocks(
+        rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks), begin=blocks.begin
+    )
 
 
 def _ids_to_pb(blocks: RankBlocks) -> common_pb2.BlockIds:
@@ -99,7 +109,7 @@ def block_lists_from_pb(
         present(pb, "blocks", f"{field}[{i}]")
         ids = array(pb.blocks.le_int32, _I32, room, f"{field}[{i}].blocks")
         room -= len(ids)
-        lists.append(RankBlocks(pb.rank, pb.layer_group, ids))
+        lists.append(RankBlocks(pb.rank, pb.layer_group, ids, pb.begin))
     if len({(one.rank, one.layer_group) for one in lists}) != len(lists):
         raise WireError(field, "names a (rank, layer group) twice")
     return tuple(lists)
@@ -123,15 +133,17 @@ def incompatibilities_from_pb(pbs: Sequence[errors_pb2.Incompatibility], field: 
 
 def stats_to_pb(stats: TransferStats) -> transfer_pb2.TransferStats:
     """Raises ValueError for negative durations."""
-    return transfer_pb2.TransferStats(
-        bytes=stats.bytes,
-        descriptors=stats.descriptors,
-        path=stats.path,
-        queue=duration(stats.queue),
-        plan=duration(stats.plan),
-        post=duration(stats.post),
-        wire=duration(stats.wire),
-    )
+    pb = transfer_pb2.TransferStats()
+    _write_stats(stats, pb)
+    return pb
+
+
+def _write_stats(stats: TransferStats, pb: transfer_pb2.TransferStats) -> None:
+    pb.bytes, pb.descriptors, pb.path = stats.bytes, stats.descriptors, stats.path
+    write_duration(stats.queue, pb.queue)
+    write_duration(stats.plan, pb.plan)
+    write_duration(stats.post, pb.post)
+    write_duration(stats.wire, pb.wire)
 
 
 def stats_from_pb(pb: transfer_pb2.TransferStats, field: str = "stats") -> TransferStats:
@@ -148,26 +160,29 @@ def stats_from_pb(pb: transfer_pb2.TransferStats, field: str = "stats") -> Trans
 
 
 def notice_to_pb(notice: TransferNotice) -> transfer_pb2.TransferNotice:
-    """The reason is shortened to a size that every reader accepts."""
-    return transfer_pb2.TransferNotice(
-        key=key_to_pb(notice.key),
+    """The reason is shortened to a size that every reader accepts.
+
+    One for each pair of ranks and request: filled in place, which costs half of passing messages to constructors.
+    """
+    pb = transfer_pb2.TransferNotice(
         src_rank=notice.src_rank,
         dst_rank=notice.dst_rank,
-        outcome=transfer_pb2.WriterOutcome.Name(notice.outcome.value),
-        extents=[
-            transfer_pb2.DeliveredExtent(
-                layer_group=extent.layer_group,
-                view=extent.view,
-                tokens=tokens_to_pb(extent.tokens),
-                layer_begin=extent.layer_begin,
-                layer_end=extent.layer_end,
-            )
-            for extent in notice.extents
-        ],
+        outcome=cast("transfer_pb2.WriterOutcome", notice.outcome.value),
         reason=notice.reason[:MAX_REASON_SENT],
-        stats=stats_to_pb(notice.stats),
         not_held=notice.not_held,
+        receive=notice.receive,
     )
+    _write_key(notice.key, pb.key)
+    for extent in notice.extents:
+        part = pb.extents.add(
+            layer_group=extent.layer_group,
+            view=extent.view,
+            layer_begin=extent.layer_begin,
+            layer_end=extent.layer_end,
+        )
+        part.tokens.begin, part.tokens.end = extent.tokens.begin, extent.tokens.end
+    _write_stats(notice.stats, pb.stats)
+    return pb
 
 
 def notice_from_pb(pb: transfer_pb2.TransferNotice, field: str = "transfer_notice") -> TransferNotice:
@@ -185,6 +200,7 @@ def notice_from_pb(pb: transfer_pb2.TransferNotice, field: str = "transfer_notic
         reason=text(pb.reason, f"{field}.reason"),
         stats=stats_from_pb(pb.stats, f"{field}.stats"),
         not_held=pb.not_held,
+        receive=pb.receive,
     )
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from isthmus.v1 import transfer_pb2
+from isthmus.v1 import transfer_pb2, transfer_terms_pb2
 
 from kvtransfer.errors import WireError
 from kvtransfer.messages import (
+    Bind,
     Cancel,
     Capability,
+    ExitReport,
+    FenceWriter,
+    FirstTokens,
+    Goodbye,
     Hello,
+    KvIntent,
     KvRequest,
+    NotBound,
     PeerBody,
+    PeerView,
     Ping,
     Pong,
+    ReceiveKey,
     Reconcile,
     ReconcileReply,
     Reject,
@@ -23,7 +32,14 @@ from kvtransfer.messages import (
     Welcome,
 )
 from kvtransfer.ports import TransferNotice
-from kvtransfer.wire._read import limited, present, text
+from kvtransfer.wire._read import MAX_REASON_SENT, incarnation, limited, present, text
+from kvtransfer.wire.binding import (
+    bind_from_pb,
+    binding_to_pb,
+    first_tokens_from_pb,
+    kv_intent_from_pb,
+    not_bound_from_pb,
+)
 from kvtransfer.wire.common import (
     block_lists_from_pb,
     destination_blocks_to_pb,
@@ -38,18 +54,17 @@ from kvtransfer.wire.common import (
     trace_from_pb,
     trace_to_pb,
 )
-from kvtransfer.wire.geometry import MAX_DIGEST, MAX_NAME, instance_info_from_pb, instance_info_to_pb
+from kvtransfer.wire.geometry import MAX_DIGEST, instance_info_from_pb, instance_info_to_pb
+from kvtransfer.wire.page_tables import MAX_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from isthmus.v1 import common_pb2
-
-    from kvtransfer.ports import RequestKey
 
 MAX_ENVELOPE_MESSAGES = 1 << 12
 MAX_KEYS = 1 << 16
 MAX_FEATURES = 64
+MAX_RANKS = 1 << 16
 
 
 def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
@@ -60,21 +75,31 @@ def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
         case Welcome():
             return transfer_pb2.PeerMessage(welcome=_welcome_to_pb(body))
         case Reject(incompatibilities):
-            reject = transfer_pb2.Reject(incompatibilities=incompatibilities_to_pb(incompatibilities))
+            reject = transfer_terms_pb2.Reject(incompatibilities=incompatibilities_to_pb(incompatibilities))
             return transfer_pb2.PeerMessage(reject=reject)
         case KvRequest():
             return transfer_pb2.PeerMessage(kv_request=_kv_request_to_pb(body))
         case TransferNotice():
             return transfer_pb2.PeerMessage(transfer_notice=notice_to_pb(body))
-        case Cancel(key):
-            return transfer_pb2.PeerMessage(cancel=transfer_pb2.Cancel(key=key_to_pb(key)))
-        case Reconcile(keys):
-            return transfer_pb2.PeerMessage(reconcile=transfer_pb2.Reconcile(keys=[key_to_pb(key) for key in keys]))
+        case Cancel(key, receive):
+            return transfer_pb2.PeerMessage(cancel=transfer_pb2.Cancel(key=key_to_pb(key), receive=receive))
+        case Reconcile(receives):
+            reconcile = transfer_pb2.Reconcile(receives=[_receive_to_pb(one) for one in receives])
+            return transfer_pb2.PeerMessage(reconcile=reconcile)
         case ReconcileReply(in_flight, notices):
             reply = transfer_pb2.ReconcileReply(
-                in_flight=[key_to_pb(key) for key in in_flight], notices=[notice_to_pb(one) for one in notices]
+                in_flight=[_receive_to_pb(one) for one in in_flight], notices=[notice_to_pb(one) for one in notices]
             )
             return transfer_pb2.PeerMessage(reconcile_reply=reply)
+        case FenceWriter():
+            return transfer_pb2.PeerMessage(fence_writer=fence_to_pb(body))
+        case ExitReport(ranks, reason):
+            report = transfer_pb2.ExitReport(ranks=ranks, reason=reason[:MAX_REASON_SENT])
+            return transfer_pb2.PeerMessage(exit_report=report)
+        case Goodbye(reason):
+            return transfer_pb2.PeerMessage(goodbye=transfer_pb2.Goodbye(reason=reason[:MAX_REASON_SENT]))
+        case KvIntent() | Bind() | NotBound() | FirstTokens():
+            return binding_to_pb(body)
         case Ping(nonce):
             return transfer_pb2.PeerMessage(ping=transfer_pb2.Ping(nonce=nonce))
         case Pong(nonce):
@@ -99,23 +124,47 @@ def _capabilities_from_pb(values: Iterable[int], field: str) -> frozenset[Capabi
     return frozenset(Capability(value) for value in values if value in known)
 
 
-def _capabilities_to_pb(values: frozenset[Capability]) -> list[transfer_pb2.Capability]:
-    return [cast("transfer_pb2.Capability", number) for number in sorted(one.value for one in values)]
+def _capabilities_to_pb(values: frozenset[Capability]) -> list[transfer_terms_pb2.Capability]:
+    return [cast("transfer_terms_pb2.Capability", number) for number in sorted(one.value for one in values)]
 
 
-def _limits_to_pb(limits: TransferLimits) -> transfer_pb2.TransferLimits:
-    return transfer_pb2.TransferLimits(max_open_requests=limits.max_open_requests, max_block_ids=limits.max_block_ids)
+def _limits_to_pb(limits: TransferLimits) -> transfer_terms_pb2.TransferLimits:
+    return transfer_terms_pb2.TransferLimits(
+        max_open_requests=limits.max_open_requests, max_block_ids=limits.max_block_ids
+    )
 
 
-def _limits_from_pb(pb: transfer_pb2.TransferLimits, field: str) -> TransferLimits:
+def _limits_from_pb(pb: transfer_terms_pb2.TransferLimits, field: str) -> TransferLimits:
     for name in ("max_open_requests", "max_block_ids"):
         if getattr(pb, name) == 0:
             raise WireError(f"{field}.{name}", "0 or missing: nothing could ever be sent")
     return TransferLimits(pb.max_open_requests, pb.max_block_ids)
 
 
-def _hello_to_pb(hello: Hello) -> transfer_pb2.Hello:
-    return transfer_pb2.Hello(
+def peer_view_to_pb(view: PeerView) -> transfer_terms_pb2.PeerTerms:
+    """For ListSessions."""
+    return transfer_terms_pb2.PeerTerms(
+        instance_id=view.instance_id,
+        incarnation=view.incarnation,
+        protocol_version=view.protocol_version,
+        capabilities=_capabilities_to_pb(view.capabilities),
+        limits=_limits_to_pb(view.limits),
+    )
+
+
+def peer_view_from_pb(pb: transfer_terms_pb2.PeerTerms) -> PeerView:
+    """For readers of ListSessions."""
+    return PeerView(
+        instance_id=text(pb.instance_id, "peer.instance_id", MAX_NAME),
+        incarnation=incarnation(pb.incarnation, "peer"),
+        protocol_version=pb.protocol_version,
+        capabilities=_capabilities_from_pb(pb.capabilities, "peer.capabilities"),
+        limits=_limits_from_pb(pb.limits, "peer.limits"),
+    )
+
+
+def _hello_to_pb(hello: Hello) -> transfer_terms_pb2.Hello:
+    return transfer_terms_pb2.Hello(
         protocol_version=hello.protocol_version,
         min_protocol_version=hello.min_protocol_version,
         capabilities=_capabilities_to_pb(hello.capabilities),
@@ -126,7 +175,7 @@ def _hello_to_pb(hello: Hello) -> transfer_pb2.Hello:
     )
 
 
-def _hello_from_pb(pb: transfer_pb2.Hello) -> Hello:
+def _hello_from_pb(pb: transfer_terms_pb2.Hello) -> Hello:
     present(pb, "limits", "hello")
     present(pb, "instance", "hello")
     if not 0 < pb.min_protocol_version <= pb.protocol_version:
@@ -144,8 +193,8 @@ def _hello_from_pb(pb: transfer_pb2.Hello) -> Hello:
     )
 
 
-def _welcome_to_pb(welcome: Welcome) -> transfer_pb2.Welcome:
-    return transfer_pb2.Welcome(
+def _welcome_to_pb(welcome: Welcome) -> transfer_terms_pb2.Welcome:
+    return transfer_terms_pb2.Welcome(
         protocol_version=welcome.protocol_version,
         capabilities=_capabilities_to_pb(welcome.capabilities),
         limits=_limits_to_pb(welcome.limits),
@@ -155,7 +204,7 @@ def _welcome_to_pb(welcome: Welcome) -> transfer_pb2.Welcome:
     )
 
 
-def _welcome_from_pb(pb: transfer_pb2.Welcome) -> Welcome:
+def _welcome_from_pb(pb: transfer_terms_pb2.Welcome) -> Welcome:
     present(pb, "limits", "welcome")
     present(pb, "instance", "welcome")
     limited(pb.plan_digest, MAX_DIGEST, "welcome.plan_digest")
@@ -171,7 +220,7 @@ def _welcome_from_pb(pb: transfer_pb2.Welcome) -> Welcome:
     )
 
 
-def _reject_from_pb(pb: transfer_pb2.Reject) -> Reject:
+def _reject_from_pb(pb: transfer_terms_pb2.Reject) -> Reject:
     return Reject(incompatibilities_from_pb(pb.incompatibilities, "reject.incompatibilities"))
 
 
@@ -181,40 +230,72 @@ def _kv_request_to_pb(request: KvRequest) -> transfer_pb2.KvRequest:
         tokens=tokens_to_pb(request.tokens),
         destinations=[destination_blocks_to_pb(one) for one in request.destinations],
         trace=trace_to_pb(request.trace),
+        receive=request.receive,
+        may_retry=request.may_retry,
     )
 
 
 def _kv_request_from_pb(pb: transfer_pb2.KvRequest) -> KvRequest:
     present(pb, "key", "kv_request")
     present(pb, "tokens", "kv_request")
+    if pb.receive == 0:
+        raise WireError("kv_request.receive", "0 or missing: receives are numbered from 1 on")
     return KvRequest(
         key=key_from_pb(pb.key, "kv_request.key"),
         tokens=tokens_from_pb(pb.tokens, "kv_request.tokens"),
         destinations=block_lists_from_pb(pb.destinations, "kv_request.destinations"),
         trace=trace_from_pb(pb.trace, "kv_request.trace") if pb.HasField("trace") else None,
+        receive=pb.receive,
+        may_retry=pb.may_retry,
     )
 
 
 def _cancel_from_pb(pb: transfer_pb2.Cancel) -> Cancel:
     present(pb, "key", "cancel")
-    return Cancel(key_from_pb(pb.key, "cancel.key"))
+    return Cancel(key_from_pb(pb.key, "cancel.key"), pb.receive)
 
 
-def _keys_from_pb(pbs: Sequence[common_pb2.RequestKey], field: str) -> tuple[RequestKey, ...]:
+def _receive_to_pb(receive: ReceiveKey) -> transfer_pb2.ReceiveKey:
+    return transfer_pb2.ReceiveKey(key=key_to_pb(receive.key), receive=receive.receive)
+
+
+def _receives_from_pb(pbs: Sequence[transfer_pb2.ReceiveKey], field: str) -> tuple[ReceiveKey, ...]:
     limited(pbs, MAX_KEYS, field)
-    return tuple(key_from_pb(pb, field) for pb in pbs)
+    for pb in pbs:
+        present(pb, "key", field)
+    return tuple(ReceiveKey(key_from_pb(pb.key, field), pb.receive) for pb in pbs)
 
 
 def _reconcile_from_pb(pb: transfer_pb2.Reconcile) -> Reconcile:
-    return Reconcile(_keys_from_pb(pb.keys, "reconcile.keys"))
+    return Reconcile(_receives_from_pb(pb.receives, "reconcile.receives"))
 
 
 def _reconcile_reply_from_pb(pb: transfer_pb2.ReconcileReply) -> ReconcileReply:
     limited(pb.notices, MAX_KEYS, "reconcile_reply.notices")
     return ReconcileReply(
-        _keys_from_pb(pb.in_flight, "reconcile_reply.in_flight"),
+        _receives_from_pb(pb.in_flight, "reconcile_reply.in_flight"),
         tuple(notice_from_pb(one, f"reconcile_reply.notices[{i}]") for i, one in enumerate(pb.notices)),
     )
+
+
+def fence_to_pb(fence: FenceWriter) -> transfer_pb2.FenceWriter:
+    """As a message, or inside a FenceRequest."""
+    receives = [_receive_to_pb(one) for one in fence.receives]
+    return transfer_pb2.FenceWriter(receives=receives, reason=fence.reason[:MAX_REASON_SENT])
+
+
+def fence_from_pb(pb: transfer_pb2.FenceWriter, field: str = "fence_writer") -> FenceWriter:
+    """Raises WireError naming the field."""
+    return FenceWriter(_receives_from_pb(pb.receives, f"{field}.receives"), text(pb.reason, f"{field}.reason"))
+
+
+def _exit_report_from_pb(pb: transfer_pb2.ExitReport) -> ExitReport:
+    limited(pb.ranks, MAX_RANKS, "exit_report.ranks")
+    return ExitReport(tuple(pb.ranks), text(pb.reason, "exit_report.reason"))
+
+
+def _goodbye_from_pb(pb: transfer_pb2.Goodbye) -> Goodbye:
+    return Goodbye(text(pb.reason, "goodbye.reason"))
 
 
 def _ping_from_pb(pb: transfer_pb2.Ping) -> Ping:
@@ -236,6 +317,13 @@ _READERS = cast(
         "cancel": _cancel_from_pb,
         "reconcile": _reconcile_from_pb,
         "reconcile_reply": _reconcile_reply_from_pb,
+        "fence_writer": fence_from_pb,
+        "exit_report": _exit_report_from_pb,
+        "goodbye": _goodbye_from_pb,
+        "kv_intent": kv_intent_from_pb,
+        "bind": bind_from_pb,
+        "not_bound": not_bound_from_pb,
+        "first_tokens": first_tokens_from_pb,
         "ping": _ping_from_pb,
         "pong": _pong_from_pb,
     },

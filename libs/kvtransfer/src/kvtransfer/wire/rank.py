@@ -18,6 +18,7 @@ from kvtransfer.ports import (
     TransferNotice,
     WriteOrder,
 )
+from kvtransfer.probe_ports import PeerProbed, ProbePeer
 from kvtransfer.wire._read import incarnation, limited, parse, present, text
 from kvtransfer.wire.common import (
     block_lists_from_pb,
@@ -34,11 +35,20 @@ from kvtransfer.wire.common import (
 )
 from kvtransfer.wire.geometry import (
     MAX_DIGEST,
-    MAX_NAME,
+    MAX_RANKS,
     instance_info_from_pb,
     instance_info_to_pb,
     rank_info_from_pb,
     rank_info_to_pb,
+)
+from kvtransfer.wire.page_tables import MAX_NAME
+from kvtransfer.wire.tools import (
+    pair_probes_from_pb,
+    pair_probes_to_pb,
+    peer_probed_from_pb,
+    peer_probed_to_pb,
+    probe_peer_from_pb,
+    probe_peer_to_pb,
 )
 
 if TYPE_CHECKING:
@@ -54,8 +64,8 @@ def rank_input_to_bytes(commands: Iterable[HubToRank]) -> bytes:
 
 def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
     match command:
-        case LoadPeer(peer):
-            load = transfer_ipc_pb2.LoadPeer(peer=instance_info_to_pb(peer))
+        case LoadPeer(peer, ranks):
+            load = transfer_ipc_pb2.LoadPeer(peer=instance_info_to_pb(peer), ranks=map(rank_info_to_pb, ranks))
             return transfer_ipc_pb2.RankCommand(load_peer=load)
         case ForgetPeer():
             forget = transfer_ipc_pb2.ForgetPeer(instance_id=command.instance_id, incarnation=command.incarnation)
@@ -68,10 +78,15 @@ def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
                 tokens=tokens_to_pb(command.tokens),
                 sources=[rank_blocks_to_pb(one) for one in command.sources],
                 destinations=[destination_blocks_to_pb(one) for one in command.destinations],
+                receive=command.receive,
+                window=None if command.window is None else tokens_to_pb(command.window),
             )
             return transfer_ipc_pb2.RankCommand(write=write)
-        case CancelWrite(key):
-            return transfer_ipc_pb2.RankCommand(cancel=transfer_ipc_pb2.CancelWrite(key=key_to_pb(key)))
+        case CancelWrite(key, receive):
+            cancel = transfer_ipc_pb2.CancelWrite(key=key_to_pb(key), receive=receive)
+            return transfer_ipc_pb2.RankCommand(cancel=cancel)
+        case ProbePeer():
+            return transfer_ipc_pb2.RankCommand(probe=probe_peer_to_pb(command))
 
 
 def rank_input_from_bytes(data: bytes) -> tuple[HubToRank, ...]:
@@ -85,7 +100,9 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
     match cast("str | None", pb.WhichOneof("body")):
         case "load_peer":
             present(pb.load_peer, "peer", "load_peer")
-            return LoadPeer(instance_info_from_pb(pb.load_peer.peer, "load_peer.peer"))
+            limited(pb.load_peer.ranks, MAX_RANKS, "load_peer.ranks")
+            ranks = (rank_info_from_pb(one, f"load_peer.ranks[{i}]") for i, one in enumerate(pb.load_peer.ranks))
+            return LoadPeer(instance_info_from_pb(pb.load_peer.peer, "load_peer.peer"), tuple(ranks))
         case "forget_peer":
             forget = pb.forget_peer
             instance_id = text(forget.instance_id, "forget_peer.instance_id", MAX_NAME)
@@ -94,7 +111,9 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
             return _write_from_pb(pb.write)
         case "cancel":
             present(pb.cancel, "key", "cancel")
-            return CancelWrite(key_from_pb(pb.cancel.key, "cancel.key"))
+            return CancelWrite(key_from_pb(pb.cancel.key, "cancel.key"), pb.cancel.receive)
+        case "probe":
+            return probe_peer_from_pb(pb.probe)
         case _:
             raise WireError("rank_command.body", "missing, or of a kind this build does not know")
 
@@ -109,6 +128,8 @@ def _write_from_pb(pb: transfer_ipc_pb2.WriteOrder) -> WriteOrder:
         tokens=tokens_from_pb(pb.tokens, "write.tokens"),
         sources=block_lists_from_pb(pb.sources, "write.sources"),
         destinations=block_lists_from_pb(pb.destinations, "write.destinations"),
+        receive=pb.receive,
+        window=tokens_from_pb(pb.window, "write.window") if pb.HasField("window") else None,
     )
 
 
@@ -127,10 +148,14 @@ def _event_to_pb(event: RankToHub) -> transfer_ipc_pb2.RankEvent:
                 incarnation=event.incarnation,
                 incompatibilities=incompatibilities_to_pb(event.incompatibilities),
                 plan_digest=event.plan_digest,
+                later=event.later,
+                probes=pair_probes_to_pb(event.probes),
             )
             return transfer_ipc_pb2.RankEvent(peer_loaded=loaded)
         case TransferNotice():
             return transfer_ipc_pb2.RankEvent(notice=notice_to_pb(event))
+        case PeerProbed():
+            return transfer_ipc_pb2.RankEvent(probed=peer_probed_to_pb(event))
 
 
 def rank_output_from_bytes(data: bytes) -> tuple[RankToHub, ...]:
@@ -152,8 +177,12 @@ def _event_from_pb(pb: transfer_ipc_pb2.RankEvent) -> RankToHub:
                 incarnation(loaded.incarnation, "peer_loaded"),
                 incompatibilities_from_pb(loaded.incompatibilities, "peer_loaded.incompatibilities"),
                 loaded.plan_digest,
+                loaded.later,
+                pair_probes_from_pb(loaded.probes, "peer_loaded.probes"),
             )
         case "notice":
             return notice_from_pb(pb.notice, "notice")
+        case "probed":
+            return peer_probed_from_pb(pb.probed)
         case _:
             raise WireError("rank_event.body", "missing, or of a kind this build does not know")

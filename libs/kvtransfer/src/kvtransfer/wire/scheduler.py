@@ -27,15 +27,19 @@ from kvtransfer.wire.common import (
     trace_from_pb,
     trace_to_pb,
 )
-from kvtransfer.wire.geometry import (
-    MAX_NAME,
-)
+from kvtransfer.wire.page_tables import MAX_NAME
 
 
 def send_offer_to_pb(offer: SendOffer) -> transfer_ipc_pb2.SendOffer:
     """Scheduler to hub."""
     sources = [rank_blocks_to_pb(one) for one in offer.sources]
-    return transfer_ipc_pb2.SendOffer(key=key_to_pb(offer.key), tokens=tokens_to_pb(offer.tokens), sources=sources)
+    return transfer_ipc_pb2.SendOffer(
+        key=key_to_pb(offer.key),
+        tokens=tokens_to_pb(offer.tokens),
+        sources=sources,
+        chunk=offer.chunk,
+        more=offer.more,
+    )
 
 
 def send_offer_from_pb(pb: transfer_ipc_pb2.SendOffer) -> SendOffer:
@@ -46,6 +50,8 @@ def send_offer_from_pb(pb: transfer_ipc_pb2.SendOffer) -> SendOffer:
         key_from_pb(pb.key, "send_offer.key"),
         tokens_from_pb(pb.tokens, "send_offer.tokens"),
         block_lists_from_pb(pb.sources, "send_offer.sources"),
+        pb.chunk,
+        pb.more,
     )
 
 
@@ -59,6 +65,7 @@ def receive_request_to_pb(request: ReceiveRequest) -> transfer_ipc_pb2.ReceiveRe
         instance_id=request.holder.instance_id,
         incarnation=request.holder.incarnation,
         trace=trace_to_pb(request.trace),
+        may_retry=request.may_retry,
     )
 
 
@@ -77,6 +84,7 @@ def receive_request_from_pb(pb: transfer_ipc_pb2.ReceiveRequest) -> ReceiveReque
             incarnation(pb.incarnation, field),
         ),
         trace=trace_from_pb(pb.trace, f"{field}.trace") if pb.HasField("trace") else None,
+        may_retry=pb.may_retry,
     )
 
 
@@ -118,6 +126,7 @@ def receive_outcome_to_pb(outcome: ReceiveOutcome) -> transfer_ipc_pb2.ReceiveOu
         reason=outcome.reason[:MAX_REASON_SENT],
         report=None if outcome.stats is None else handoff_report_to_pb(outcome.stats),
         settled=outcome.settled,
+        may_retry=outcome.may_retry,
     )
 
 
@@ -133,6 +142,7 @@ def receive_outcome_from_pb(pb: transfer_ipc_pb2.ReceiveOutcome) -> ReceiveOutco
         failure=failure,
         reason=text(pb.reason, "receive_outcome.reason"),
         stats=handoff_report_from_pb(pb.report, "receive_outcome.report") if pb.HasField("report") else None,
+        may_retry=pb.may_retry,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -12,69 +13,95 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from isthmus_core.errors import DeadlineExceeded, InternalError, InvalidRequest, IsthmusError, UnknownModel
-from isthmus_core.tracing import TraceContext, parse_traceparent
-from isthmus_router.http.answers import ChatShape, CompletionShape
+from isthmus_core.errors import InternalError, InvalidRequest, IsthmusError, UnknownModel, shorten
+from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
+from isthmus_core.tracing import parse_traceparent
+from isthmus_router.http.answers import ChatShape, CompletionShape, Shape
+from isthmus_router.http.body import read_body
+from isthmus_router.http.convert import Arrival, chat_input, chat_request, completion_requests
 from isthmus_router.http.errors import HttpError, error_response
 from isthmus_router.http.exchange import Answer
-from isthmus_router.http.schemas import ChatCompletionRequest, CompletionRequest, parse_body
+from isthmus_router.http.openapi import openapi_document
+from isthmus_router.http.parse import parse_body, parse_keys
+from isthmus_router.http.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.ports import ServedModel
 from isthmus_router.requests import ChatInput, GenerateRequest, TextInput, TokenInput
-from isthmus_router.tokenizer import Turn
 
-# What OpenAI's completions endpoint generates when nothing is said.
-COMPLETION_DEFAULT_MAX_TOKENS = 16
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may send and how long it may take. `request_timeout_s`: longest deadline of a request;
+    `client_timeout_s`: longest time to send a request or to take a piece of its answer."""
+
+    max_body_bytes: int
+    request_timeout_s: float
+    client_timeout_s: float
+
+
+MAX_LABEL_CHARS = 200
+TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Endpoints:
-    """The handlers. `max_body_bytes`: larger request bodies are refused; `request_timeout_s`: deadline of a request."""
+    """The handlers. `limits`: what a client may send and how long it may take."""
 
-    def __init__(self, pipeline: Pipeline, *, max_body_bytes: int, request_timeout_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
         self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
-        self._request_timeout_s = request_timeout_s
+        self._limits = limits
         self._started = int(time.time())
 
     async def chat_completions(self, request: Request) -> Answer:
         """`POST /v1/chat/completions`."""
-        arrived, arrived_ns = time.monotonic(), time.time_ns()
+        arrival = self._arrival(request)
         body = parse_body(ChatCompletionRequest, await self._body(request))
-        # "developer" is the newer name of the system's turn.
-        turns = (Turn("system" if m.role == "developer" else m.role, m.text) for m in body.messages)
-        generate = GenerateRequest(
-            operation="POST /v1/chat/completions",
-            model=body.model,
-            input=ChatInput(tuple(turns)),
-            timeout_s=self._request_timeout_s,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-            ignore_eos=bool(body.ignore_eos),
-            trace=_trace(request),
-            arrived=arrived,
-            arrived_ns=arrived_ns,
+        shape = ChatShape(
+            self._model_name(body.model), int(time.time()), logprobs=bool(body.logprobs), with_usage=body.include_usage
         )
-        shape = ChatShape(self._model_name(body.model), int(time.time()))
-        return Answer(self._pipeline, generate, shape, stream=bool(body.stream), include_usage=body.include_usage)
+        return self._answer([chat_request(body, arrival)], shape, body)
 
     async def completions(self, request: Request) -> Answer:
         """`POST /v1/completions`."""
-        arrived, arrived_ns = time.monotonic(), time.time_ns()
+        arrival = self._arrival(request)
         body = parse_body(CompletionRequest, await self._body(request))
-        generate = GenerateRequest(
-            operation="POST /v1/completions",
-            model=body.model,
-            input=_prompt(body),
-            timeout_s=self._request_timeout_s,
-            max_tokens=body.max_tokens,
-            default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
-            ignore_eos=bool(body.ignore_eos),
-            trace=_trace(request),
-            arrived=arrived,
-            arrived_ns=arrived_ns,
+        shape = CompletionShape(
+            self._model_name(body.model),
+            int(time.time()),
+            logprobs=body.logprobs is not None,
+            with_usage=body.include_usage,
         )
-        shape = CompletionShape(self._model_name(body.model), int(time.time()))
-        return Answer(self._pipeline, generate, shape, stream=bool(body.stream), include_usage=body.include_usage)
+        return self._answer(completion_requests(body, arrival), shape, body)
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: of a prompt or of messages."""
+        raw = await self._body(request)
+        if parse_keys(raw).isdisjoint(("messages",)):
+            body: TokenizeTextRequest | TokenizeChatRequest = parse_body(TokenizeTextRequest, raw)
+            special = body.add_special_tokens is not False
+            source: TextInput | ChatInput = TextInput(body.prompt, special=special)
+        else:
+            body = parse_body(TokenizeChatRequest, raw)
+            source = chat_input(body)
+        name, ids, tokenizer = await self._pipeline.tokenize(body.model, source)
+        strings = None
+        if body.return_token_strs:
+            strings = [tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") for token in ids]
+        longest = next((model.max_model_len for model in self._pipeline.models() if model.name == name), None)
+        return JSONResponse({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`."""
+        body = parse_body(DetokenizeRequest, await self._body(request))
+        source = TokenInput(tuple(body.tokens), "tokens")
+        text = await self._pipeline.detokenize(body.model, source, skip_special=False)
+        return JSONResponse({"prompt": text})
 
     async def models(self, _: Request) -> Response:
         """`GET /v1/models`."""
@@ -100,23 +127,37 @@ class Endpoints:
         """`GET /version`."""
         return JSONResponse({"version": version("isthmus-router")})
 
-    async def _body(self, request: Request) -> bytes:
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._max_body_bytes:
-            raise self._too_large()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > self._max_body_bytes:
-                        raise self._too_large()
-        except TimeoutError:
-            raise DeadlineExceeded("sending the request body", self._request_timeout_s) from None
-        return bytes(body)
+    async def openapi(self, _: Request) -> Response:
+        """`GET /openapi.json`."""
+        return JSONResponse(openapi_document())
 
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"the body is larger than {self._max_body_bytes} bytes; send less", "body_too_large")
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._limits.max_body_bytes, self._limits.client_timeout_s)
+
+    def _answer(self, requests: list[GenerateRequest], shape: Shape, body: GenerationBody) -> Answer:
+        return Answer(
+            self._pipeline,
+            requests,
+            shape,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            client_timeout_s=self._limits.client_timeout_s,
+        )
+
+    def _arrival(self, request: Request) -> Arrival:
+        """What the headers say. Raises InvalidRequest."""
+        label = request.headers.get("x-request-id", "")
+        if len(label) > MAX_LABEL_CHARS or not (label.isascii() and label.isprintable()):
+            raise InvalidRequest("x-request-id", repr(shorten(label)), f"use up to {MAX_LABEL_CHARS} ASCII characters")
+        traceparent = request.headers.get("traceparent")
+        return Arrival(
+            timeout_s=_timeout_s(request, self._limits.request_timeout_s),
+            arrived=time.monotonic(),
+            arrived_ns=time.time_ns(),
+            request_id=_request_id(label),
+            label=label,
+            trace=None if traceparent is None else parse_traceparent(traceparent),
+        )
 
     def _model_name(self, asked: str) -> str:
         """Name in answers: as asked for; for an empty name the model that it means."""
@@ -132,16 +173,19 @@ class Endpoints:
         }
 
 
-def make_app(pipeline: Pipeline, *, max_body_bytes: int, request_timeout_s: float) -> Starlette:
+def make_app(pipeline: Pipeline, limits: Limits) -> Starlette:
     """The ASGI application over a pipeline."""
-    endpoints = Endpoints(pipeline, max_body_bytes=max_body_bytes, request_timeout_s=request_timeout_s)
+    endpoints = Endpoints(pipeline, limits)
     routes = [
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/version", endpoints.version, methods=["GET"]),
+        Route("/openapi.json", endpoints.openapi, methods=["GET"]),
     ]
     handlers = {
         IsthmusError: _on_error,
@@ -152,23 +196,25 @@ def make_app(pipeline: Pipeline, *, max_body_bytes: int, request_timeout_s: floa
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-def _prompt(body: CompletionRequest) -> TextInput | TokenInput:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return TextInput(prompt)
-    if all(isinstance(item, int) for item in prompt):
-        return TokenInput(tuple(item for item in prompt if isinstance(item, int)))
-    if len(prompt) != 1:
-        raise InvalidRequest("prompt", f"a list of {len(prompt)}", "send one prompt per request")
-    only = prompt[0]
-    if isinstance(only, str):
-        return TextInput(only, "prompt[0]")
-    return TokenInput(tuple(only) if isinstance(only, list) else (only,), "prompt[0]")
+def _request_id(label: str) -> int:
+    """The request id that a client's name for its request is, or 0: any other name only labels the request."""
+    if label.isascii() and label.isdigit() and len(label) <= 19 and MIN_GLOBAL_ID <= int(label) < MAX_GLOBAL_ID:
+        return int(label)
+    return 0
 
 
-def _trace(request: Request) -> TraceContext | None:
-    header = request.headers.get("traceparent")
-    return None if header is None else parse_traceparent(header)
+def _timeout_s(request: Request, longest_s: float) -> float:
+    """Deadline that a client asks for, at most the configured one. Raises InvalidRequest."""
+    asked = request.headers.get(TIMEOUT_HEADER)
+    if asked is None:
+        return longest_s
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(TIMEOUT_HEADER, repr(shorten(asked)), "send a number of seconds above 0")
+    return min(seconds, longest_s)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

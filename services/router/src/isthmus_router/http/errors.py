@@ -53,10 +53,10 @@ def error_body(error: IsthmusError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: IsthmusError) -> JSONResponse:
+def error_response(error: IsthmusError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The error as a response with its status; 429 and 503 say when to retry."""
     status = _classify(error)[0]
-    headers: dict[str, str] = {}
+    headers = dict(headers or {})
     if status in (429, 503):
         hint = retry_after_s(error)
         headers["retry-after"] = str(max(1, math.ceil(_DEFAULT_RETRY_S if hint is None else hint)))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError
-from isthmus_router.http.answers import DONE, Shape, event
+from isthmus_core.errors import DeadlineExceeded, IsthmusError
+from isthmus_router.http.answers import DONE, Choice, Shape, event, usage_of
 from isthmus_router.http.errors import error_body, error_response
+from isthmus_router.merge import merged
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import End, GenerateRequest, Part
 
 logger = logging.getLogger(__name__)
+
+_Parts = AsyncGenerator[tuple[int, Part | End], None]
 
 # How long a client may take to read why its request failed.
 LAST_WORD_S = 1.0
@@ -30,16 +33,30 @@ _STREAM_HEADERS = [
 
 
 class Answer:
-    """An ASGI response that generates. Nothing runs before it is called; the client's disconnect cancels it."""
+    """An ASGI response that generates. Nothing runs before it is called; the client's disconnect cancels it.
+
+    `requests`: one for each prompt, with `n` answers each; choices are numbered prompt by prompt. `client_timeout_s`: a
+    client that takes nothing of its answer for so long is dropped.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, request: GenerateRequest, shape: Shape, *, stream: bool, include_usage: bool
+        self,
+        pipeline: Pipeline,
+        requests: Sequence[GenerateRequest],
+        shape: Shape,
+        *,
+        stream: bool,
+        include_usage: bool,
+        client_timeout_s: float,
     ) -> None:
         self._pipeline = pipeline
-        self._request = request
+        self._requests = requests
         self._shape = shape
         self._stream = stream
         self._include_usage = include_usage
+        self._client_timeout_s = client_timeout_s
+        self._n = requests[0].sampling.n
+        self._request_id = 0
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,61 +64,85 @@ class Answer:
         await until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        timeout_s = self._request.timeout_s
+        timeout_s = self._requests[0].timeout_s
+        parts = merged([self._pipeline.generate(request) for request in self._requests])
         try:
-            # Also bounds a client that does not read: sending waits for it, whatever the legs do.
-            async with asyncio.timeout(timeout_s), aclosing(self._pipeline.generate(self._request)) as parts:
+            async with asyncio.timeout(timeout_s), aclosing(parts):
                 if self._stream:
                     await self._send_stream(parts, send)
                 else:
                     response = await self._whole(parts)
-                    await response(scope, receive, send)
+                    await self._patiently(response(scope, receive, send))
         except TimeoutError:
             await self._fail(DeadlineExceeded("the request", timeout_s), scope, receive, send)
         except IsthmusError as error:
             await self._fail(error, scope, receive, send)
+
+    async def _patiently(self, sending: Awaitable[None]) -> None:
+        """Sending waits for the client to read; the legs hold pages meanwhile."""
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
+                await sending
+        except TimeoutError:
+            raise DeadlineExceeded("reading the answer", self._client_timeout_s) from None
 
     async def _fail(self, error: IsthmusError, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # A client that has stopped reading does not get to hold the exchange open any longer.
             async with asyncio.timeout(LAST_WORD_S):
                 if not self._started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, self._headers())(scope, receive, send)
                 else:
                     # The status has gone out: the error is the stream's last event, and no [DONE] follows.
                     await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": False})
         except TimeoutError:
             logger.info("the client does not read: %s", error.message)
 
-    async def _whole(self, parts: AsyncGenerator[Part | End, None]) -> JSONResponse:
-        text: list[str] = []
-        async for part in parts:
-            text.append(part.text)
+    async def _whole(self, parts: _Parts) -> JSONResponse:
+        choices = [Choice(index) for index in range(len(self._requests) * self._n)]
+        ends: list[End] = []
+        async for number, part in parts:
+            self._request_id = self._request_id or part.request_id
             if isinstance(part, End):
-                headers = {"x-request-id": str(part.request_id)}
-                return JSONResponse(self._shape.whole(part.request_id, "".join(text), part), headers=headers)
-        raise InternalError("the answer has no end")
+                ends.append(part)
+            else:
+                choices[number * self._n + part.index].add(part)
+        return JSONResponse(self._shape.whole(self._request_id, choices, usage_of(ends)), headers=self._headers())
 
-    async def _send_stream(self, parts: AsyncGenerator[Part | End, None], send: Send) -> None:
+    async def _send_stream(self, parts: _Parts, send: Send) -> None:
+        opened: set[int] = set()
+        ends: list[End] = []
         # The status waits for the first part, so that everything that goes wrong before has a status of its own.
-        async for part in parts:
-            chunks: list[dict[str, Any]] = []
-            if not self._started:
-                await self._open(part.request_id, send)
-                chunks += self._shape.opening(part.request_id)
-            if part.text:
-                chunks.append(self._shape.piece(part.request_id, part.text))
+        async for number, part in parts:
+            self._request_id = self._request_id or part.request_id
             if isinstance(part, End):
-                chunks += self._shape.closing(part.request_id, part, usage=self._include_usage)
-            body = b"".join(event(chunk) for chunk in chunks)
-            last = isinstance(part, End)
-            if body or last:
-                await send({"type": "http.response.body", "body": body + DONE if last else body, "more_body": not last})
+                ends.append(part)
+                continue
+            piece = Choice(number * self._n + part.index)
+            piece.add(part)
+            chunks: list[dict[str, Any] | None] = []
+            if piece.index not in opened:
+                opened.add(piece.index)
+                chunks.append(self._shape.opening(self._request_id, piece.index))
+            if part.text or part.logprobs or part.reason is not None:
+                chunks.append(self._shape.piece(self._request_id, piece))
+            await self._send_chunks(chunks, send)
+        last = [self._shape.usage(self._request_id, usage_of(ends))] if self._include_usage else []
+        await self._send_chunks(last, send, done=True)
 
-    async def _open(self, request_id: int, send: Send) -> None:
-        self._started = True
-        headers = [*_STREAM_HEADERS, (b"x-request-id", str(request_id).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _send_chunks(self, chunks: Sequence[dict[str, Any] | None], send: Send, *, done: bool = False) -> None:
+        body = b"".join(event(chunk) for chunk in chunks if chunk is not None) + (DONE if done else b"")
+        if not self._started:
+            self._started = True
+            headers = [*_STREAM_HEADERS, *((name.encode(), value.encode()) for name, value in self._headers().items())]
+            await self._patiently(send({"type": "http.response.start", "status": 200, "headers": headers}))
+        if body:
+            await self._patiently(send({"type": "http.response.body", "body": body, "more_body": not done}))
+
+    def _headers(self) -> dict[str, str]:
+        """The client's own name for the request, else the router's id when there is one."""
+        name = self._requests[0].label or (str(self._request_id) if self._request_id else "")
+        return {"x-request-id": name} if name else {}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

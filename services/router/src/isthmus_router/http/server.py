@@ -7,12 +7,15 @@ import contextlib
 import math
 import socket
 from collections.abc import Generator
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from isthmus_core.errors import StartError
 from isthmus_core.process import split_address
+from isthmus_router.http.protocol import BoundedProtocol
 
 _FIELD = "router.http_listen"
 
@@ -40,12 +43,16 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """An HTTP server on a bound socket. `drain_s`: running requests may take this long after `stop`."""
+    """An HTTP server on a bound socket. `drain_s`: running requests may take this long after `stop`; the other options
+    are those of `BoundedProtocol`."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, drain_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, drain_s: float, *, max_connections: int, client_timeout_s: float
+    ) -> None:
+        protocol = partial(BoundedProtocol, max_connections=max_connections, client_timeout_s=client_timeout_s)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=cast("type[asyncio.Protocol]", protocol),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -19,7 +19,7 @@ from isthmus_core.errors import ConfigError, IsthmusError, StartError
 from isthmus_core.framing import FrameError, FrameSocket
 from isthmus_core.logs import setup_logging
 from isthmus_core.process import die_with_parent, leave
-from isthmus_worker.engine_process.build import build_scheduler, describe_engine, load_model
+from isthmus_worker.engine_process.build import build_scheduler, describe_engine, handoff_policy, load_model
 from isthmus_worker.engine_process.inbox import Inbox
 from isthmus_worker.engine_process.loop import EngineLoop
 from isthmus_worker.engine_process.outbox import Outbox
@@ -68,7 +68,8 @@ def _serve(config: IsthmusConfig, arguments: argparse.Namespace) -> None:
     # After the model: the agent follows the CUDA version of a torch that is loaded.
     rank = None if arguments.rank_fd is None else RankRole(config, arguments.rank_fd, model.page_table)
     outbox, inbox = Outbox(frames), Inbox(frames)
-    transceiver = SchedulerTransceiver(outbox) if hands_off else None
+    policy = handoff_policy(config, model.num_blocks)
+    transceiver = SchedulerTransceiver(outbox, policy=policy) if hands_off else None
     scheduler = build_scheduler(config, model, outbox, transceiver)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     outbox.emit(describe_engine(config, model))

@@ -6,12 +6,18 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from isthmus_core.block_keys import root_key
 from isthmus_core.errors import ConfigError, IsthmusError, StartError
 from isthmus_worker.cache import BlockManager
 from isthmus_worker.engine import EngineDescription
-from isthmus_worker.scheduler import Handoffs, Limits, Scheduler
+from isthmus_worker.scheduler import Handoffs, Limits, Memory, Scheduler
+from kvtransfer.config import OnFailure
+from kvtransfer.page_table import AttentionGroup
+from kvtransfer.transceiver.policy import HandoffPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isthmus_core.config import IsthmusConfig
     from isthmus_worker.engine_process.outbox import Outbox
     from isthmus_worker.runner import ModelDescription, ModelRunner
@@ -43,7 +49,12 @@ def load_model(config: IsthmusConfig) -> LoadedModel:
         raise StartError(error.message) from error
     logger.info(
         "model loaded",
-        extra={"model": description.name, "blocks": num_blocks, "bytes_per_block": description.bytes_per_block},
+        extra={
+            "model": description.name,
+            "blocks": num_blocks,
+            "bytes_per_block": description.bytes_per_block,
+            "attention": description.kernels,
+        },
     )
     return LoadedModel(runner, description, num_blocks, page_table)
 
@@ -65,7 +76,12 @@ def _runner(config: IsthmusConfig) -> ModelRunner:
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
     return TorchRunner(
-        config.model.path, config.model.dtype, engine.device, engine.tokens_per_block, engine.max_model_len
+        config.model.path,
+        config.model.dtype,
+        engine.device,
+        engine.tokens_per_block,
+        engine.max_model_len,
+        engine.attention,
     )
 
 
@@ -98,6 +114,17 @@ def describe_engine(config: IsthmusConfig, model: LoadedModel) -> EngineDescript
     )
 
 
+def handoff_policy(config: IsthmusConfig, num_blocks: int) -> HandoffPolicy:
+    """What the scheduler does about hand-offs that fail, and how much finished prefills may hold."""
+    transfer = config.transfer
+    return HandoffPolicy(
+        retries=1,
+        on_failure=OnFailure(transfer.on_transfer_failure),
+        max_held_requests=transfer.max_held_requests,
+        max_held_blocks=int(transfer.max_held_share * num_blocks),
+    )
+
+
 def build_scheduler(
     config: IsthmusConfig, model: LoadedModel, outbox: Outbox, transceiver: Transceiver | None
 ) -> Scheduler:
@@ -115,5 +142,21 @@ def build_scheduler(
     )
     handoffs = None
     if transceiver is not None:
-        handoffs = Handoffs(transceiver, len(model.page_table.groups), config.transfer.handoff_hold_s)
-    return Scheduler(limits, BlockManager(model.num_blocks, engine.tokens_per_block), outbox.emit, handoffs)
+        groups = model.page_table.groups
+        windows = [one.sliding_window for one in groups if isinstance(one, AttentionGroup) and one.sliding_window]
+        handoffs = Handoffs(transceiver, len(groups), config.transfer.handoff_hold_s, min(windows, default=None))
+    memory = Memory(
+        BlockManager(model.num_blocks, engine.tokens_per_block),
+        _block_root(model.description) if engine.prefix_caching else None,
+    )
+    return Scheduler(limits, memory, outbox.emit, handoffs)
+
+
+def _block_root(model: ModelDescription) -> Callable[[bytes], bytes]:
+    """From a cache salt to the parent of first blocks."""
+    return lambda salt: root_key(
+        weights_digest=model.weights_digest,
+        attention_digest=model.attention_digest,
+        kv_dtype=model.kv_dtype,
+        salt=salt,
+    )

@@ -5,14 +5,15 @@ Both ends are one build: a frame that can not be read is a bug, and raises Frame
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
-from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, kv_pb2
+from isthmus.v1 import engine_ipc_pb2, generation_pb2, kv_pb2
 
 from isthmus_core import token_ids
+from isthmus_core.block_keys import join_keys
 from isthmus_core.framing import FrameError
-from isthmus_worker.engine import ContextPhase, EngineDescription, EngineLoad, EngineRequest, RequestType, Sampling
+from isthmus_worker.engine import ContextPhase, EngineDescription, EngineLoad, EngineRequest, KvEvent, RequestType
 from isthmus_worker.scheduler.events import (
     ContextDone,
     RequestFinished,
@@ -23,14 +24,28 @@ from isthmus_worker.scheduler.events import (
 from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.responses import load_to_pb
+from isthmus_worker.wire.tokens import chunk_from_pb, chunk_to_pb, chunks_to_pb, sampling_from_pb
 from kvtransfer.errors import WireError
-from kvtransfer.ports import CancelTransfer, Holder, ReceiveRequest, SchedulerToHub, SendOffer
+from kvtransfer.ports import (
+    BindContext,
+    CancelTransfer,
+    Holder,
+    ReceiveIntent,
+    ReceiveRequest,
+    SchedulerToHub,
+    SendFirstTokens,
+    SendOffer,
+)
 from kvtransfer.wire import (
+    bind_context_to_pb,
+    bind_news_from_pb,
     cancel_transfer_to_pb,
     key_from_pb,
     key_to_pb,
+    receive_intent_to_pb,
     receive_outcome_from_pb,
     receive_request_to_pb,
+    send_first_tokens_to_pb,
     send_offer_to_pb,
     send_outcome_from_pb,
     trace_from_pb,
@@ -62,6 +77,8 @@ def _command_from_pb(pb: engine_ipc_pb2.EngineCommand) -> EngineCommand:
             return send_outcome_from_pb(pb.send_outcome)
         case "receive_outcome":
             return receive_outcome_from_pb(pb.receive_outcome)
+        case "bind_news":
+            return bind_news_from_pb(pb.bind_news)
         case "stop":
             return Stop()
         case _:
@@ -73,16 +90,17 @@ def _request_from_pb(pb: engine_ipc_pb2.SubmitCommand) -> EngineRequest:
         key=key_from_pb(pb.key),
         request_type=RequestType(int(pb.request_type)),
         prompt=token_ids.unpack(pb.prompt.le_uint32),
-        sampling=Sampling(pb.sampling.max_tokens, tuple(pb.sampling.stop_token_ids)),
+        sampling=sampling_from_pb(pb.sampling),
         context_phase=_context_phase_from_pb(pb.context_phase) if pb.HasField("context_phase") else None,
         trace=trace_from_pb(pb.trace) if pb.HasField("trace") else None,
+        cache_salt=pb.cache_salt,
     )
 
 
 def _context_phase_from_pb(pb: generation_pb2.ContextPhaseParams) -> ContextPhase:
     return ContextPhase(
         key=key_from_pb(pb.key),
-        first_tokens=token_ids.unpack(pb.first_tokens.le_uint32),
+        first_tokens=tuple(chunk_from_pb(one) for one in pb.first_tokens),
         prompt_tokens=pb.prompt_tokens,
         holder=Holder(pb.endpoint, pb.instance_id, pb.incarnation),
     )
@@ -96,21 +114,30 @@ def events_to_bytes(messages: Iterable[EngineMessage]) -> bytes:
 def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
     event = engine_ipc_pb2.EngineEvent
     match message:
-        case RequestTokens(key, ids):
-            return event(tokens=engine_ipc_pb2.RequestTokens(key=key_to_pb(key), tokens=_tokens_to_pb(ids)))
+        case RequestTokens(key, chunk):
+            return event(tokens=engine_ipc_pb2.RequestTokens(key=key_to_pb(key), chunk=chunk_to_pb(chunk)))
         case ContextDone(key, first, report):
             done = engine_ipc_pb2.ContextDone(
-                key=key_to_pb(key), first_tokens=_tokens_to_pb(first), report=report_to_pb(report)
+                key=key_to_pb(key), first_tokens=chunks_to_pb(first), report=report_to_pb(report)
             )
             return event(context_done=done)
         case RequestFinished():
             return event(finished=_finished_to_pb(message))
         case RequestReleased(key):
             return event(released=engine_ipc_pb2.RequestReleased(key=key_to_pb(key)))
+        case KvEvent():
+            stored, removed = join_keys(message.stored), join_keys(message.removed)
+            return event(kv_cache=engine_ipc_pb2.KvCacheEvent(stored_keys=stored, removed_keys=removed))
         case SendOffer():
             return event(send_offer=send_offer_to_pb(message))
         case ReceiveRequest():
             return event(receive_request=receive_request_to_pb(message))
+        case ReceiveIntent():
+            return event(receive_intent=receive_intent_to_pb(message))
+        case BindContext():
+            return event(bind_context=bind_context_to_pb(message))
+        case SendFirstTokens():
+            return event(send_first_tokens=send_first_tokens_to_pb(message))
         case CancelTransfer():
             return event(cancel_transfer=cancel_transfer_to_pb(message))
         case EngineLoad():
@@ -119,14 +146,9 @@ def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
             return event(ready=_ready_to_pb(message))
 
 
-def _tokens_to_pb(ids: tuple[int, ...]) -> common_pb2.TokenIds:
-    return common_pb2.TokenIds(le_uint32=token_ids.pack(ids))
-
-
 def _finished_to_pb(finished: RequestFinished) -> engine_ipc_pb2.RequestFinished:
     return engine_ipc_pb2.RequestFinished(
         key=key_to_pb(finished.key),
-        reason=cast("generation_pb2.FinishReason", 0 if finished.reason is None else finished.reason.value),
         status=b"" if finished.error is None else finished.error.serialize(),
         report=report_to_pb(finished.report),
     )

@@ -12,7 +12,7 @@ from isthmus_worker.engine_process.inbox import HubGone
 from isthmus_worker.runner import NonFiniteLogits
 from isthmus_worker.scheduler import RequestFinished, RequestReleased
 from isthmus_worker.wire.engine_frames import Abort, Stop
-from kvtransfer.ports import ReceiveOutcome, SendOutcome
+from kvtransfer.ports import BindFailed, Bound, FirstTokensArrived, ReceiveOutcome, SendOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +71,8 @@ class EngineLoop:
             self._had_work |= self._scheduler.live > 0
             self._scheduler.poll()
             plan = self._scheduler.plan(self._clock())
+            if plan.copies:
+                self._runner.copy_blocks(*plan.copied_blocks())
             if plan.rows:
                 self._execute(plan)
             wait_s = self._report_load(busy=bool(plan.rows))
@@ -86,7 +88,7 @@ class EngineLoop:
                 self._submit(command)
             case Abort(key):
                 self._scheduler.abort(key)
-            case SendOutcome() | ReceiveOutcome():
+            case SendOutcome() | ReceiveOutcome() | Bound() | FirstTokensArrived() | BindFailed():
                 if self._outcomes is None:
                     raise InternalError(f"outcome of a hand-off for {command.key}, but this engine hands nothing off")
                 self._outcomes.deliver(command)
@@ -100,17 +102,18 @@ class EngineLoop:
             # An answer under this key would end the other request. The hub promises not to do this.
             raise InternalError(f"the hub submitted request {request.key} while it is live") from error
         except IsthmusError as error:
-            self._outbox.emit(RequestFinished(request.key, None, error, LegReport()))
+            self._outbox.emit(RequestFinished(request.key, error, LegReport()))
             self._outbox.emit(RequestReleased(request.key))
 
     def _execute(self, plan: StepPlan) -> None:
         failed: list[int] = []
         try:
-            tokens = self._runner.execute(plan.rows)
+            drawn = self._runner.execute(plan.rows)
         except NonFiniteLogits as error:
-            logger.error("%s", error, extra={"requests": [str(plan.requests[row].key) for row in error.rows]})
-            tokens, failed = error.tokens, error.rows
-        self._scheduler.apply(plan, tokens, frozenset(failed), self._clock())
+            keys = {str(plan.answers[row].request.key) for row in error.rows}
+            logger.error("%s", error, extra={"requests": sorted(keys)})
+            drawn, failed = error.drawn, error.rows
+        self._scheduler.apply(plan, drawn, frozenset(failed), self._clock())
 
     def _report_load(self, *, busy: bool) -> float | None:
         """Tells the hub about load when it has changed. Returns how long the inbox may sleep, None for ever."""

@@ -11,8 +11,10 @@ from isthmus_core.errors import ConfigError, StartError
 from isthmus_core.process import leave
 from kvtransfer.agents import make_agent
 from kvtransfer.errors import AgentUnknown, KVTransferError
+from kvtransfer.page_table import MemoryKind, RegisteredRegion
 from kvtransfer.rank_info import Topology
 from kvtransfer.transceiver.agent_thread import AgentThread
+from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
 
 if TYPE_CHECKING:
     from isthmus_core.config import IsthmusConfig
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
 
 # Exit code when the transfer agent has failed while serving.
 AGENT_FAILED = 4
+
+
+def device_scratch(device_id: int) -> tuple[RegisteredRegion, object]:
+    """Scratch memory on a CUDA device, and the tensor that keeps it."""
+    import torch  # the mock engine runs without it
+
+    tensor = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=f"cuda:{device_id}")
+    torch.cuda.synchronize(device_id)
+    return RegisteredRegion(tensor.data_ptr(), SCRATCH_BYTES, MemoryKind.VRAM, device_id), tensor
 
 
 class RankRole:
@@ -42,6 +53,7 @@ class RankRole:
             0,
             Topology(),
             on_exit=self._ended,
+            probing=self._probing(config, page_table),
         )
         try:
             self._thread.start()
@@ -52,6 +64,16 @@ class RankRole:
             raise ConfigError(f"transfer.backend = {backend}: {error}") from error
         except KVTransferError as error:
             raise StartError(f"transfer.backend = {backend}: {error}") from error
+
+    def _probing(self, config: IsthmusConfig, page_table: PageTable) -> ProbePolicy:
+        """Scratch memory of the kind the cache lies in, so that a measurement takes the way of the cache."""
+        transfer, cache = config.transfer, page_table.regions[0]
+        if cache.memory_kind is MemoryKind.VRAM:
+            scratch, self._scratch = device_scratch(cache.device_id)
+        else:
+            scratch, self._scratch = host_scratch()
+        context = config.worker.role == "context"
+        return ProbePolicy(scratch, transfer.probe_on_connect and context, transfer.require_path or "")
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread. Writes that are open then end with the process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -20,15 +19,12 @@ from isthmus_worker.wire.registration import ContextPeer, PairView
 from kvtransfer.config import TransferConfig
 from kvtransfer.hub import EngineStatus, PairStatus, PeerAddress, TransferHub
 from kvtransfer.ports import Holder, HubToRank, RankToHub, SchedulerToHub
-from kvtransfer.rank_info import InstanceRole, ModelFingerprint
+from kvtransfer.rank_info import ModelFingerprint
 
 logger = logging.getLogger(__name__)
 
 # On top of transfer.drain_s: for the reports about a dead rank to reach the peers.
 _REPORT_S = 1.0
-# A peer may have sent its request before it could know: it is refused now, while after the end of the stream nobody
-# could tell it that its pages were never written.
-_LINGER_S = 0.5
 
 
 class _EngineRankPort:
@@ -45,10 +41,9 @@ class _EngineRankPort:
 class Handoff:
     """A started transfer hub."""
 
-    def __init__(self, transfer: TransferHub, config: TransferConfig, role: InstanceRole, ranks: int) -> None:
+    def __init__(self, transfer: TransferHub, config: TransferConfig, ranks: int) -> None:
         self._transfer = transfer
         self._config = config
-        self._role = role
         self._ranks = ranks
 
     def serve_on(self, service: LateService) -> None:
@@ -84,8 +79,7 @@ class Handoff:
         have been told, or after a bounded time when they can not be reached."""
         for rank in range(self._ranks):
             self._transfer.rank_exited(rank, str(report))
-        if self._role is InstanceRole.CONTEXT:
-            await asyncio.sleep(_LINGER_S)
+        self._transfer.goodbye(str(report))
         try:
             await self._transfer.drain(self._config.drain_s + _REPORT_S)
         except TimeoutError:
@@ -107,6 +101,7 @@ def start_handoff(
     tracing: Tracing,
     tls: TlsConfig,
     on_pair: Callable[[PairView], None],
+    stop_instance: Callable[[str], None],
 ) -> Handoff:
     """A transfer hub between the engine process, which is ready, and the instance's peers."""
     transfer = TransferHub(
@@ -119,13 +114,15 @@ def start_handoff(
         rank_ports=[_EngineRankPort(engine)],
         deliver=engine.deliver,
         on_pair=lambda pair: on_pair(_view(pair)),
+        kill_rank=lambda _, reason: engine.kill(reason),
+        stop_instance=stop_instance,
         tracing=tracing,
         status=lambda: _status(engine),
         tls=tls,
         exited_incarnations=exited_incarnations,
     )
     transfer.start(engine.rank_infos)
-    return Handoff(transfer, config, settings.role, len(engine.rank_infos))
+    return Handoff(transfer, config, len(engine.rank_infos))
 
 
 def _view(pair: PairStatus) -> PairView:

@@ -53,6 +53,8 @@ class Hub:
         self._handoff: Handoff | None = None
         self._registration: Registration | None = None
         self._leaving = False
+        # Why the transfer hub can not go on.
+        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
 
@@ -115,6 +117,7 @@ class Hub:
             tracing=tracing,
             tls=self._config.tls,
             on_pair=self._on_pair,
+            stop_instance=self._give_up,
         )
         self._handoff.serve_on(self._transfer_service)
 
@@ -148,12 +151,15 @@ class Hub:
             raise RuntimeError("run before start")
         stop = asyncio.create_task(stopping.wait())
         try:
-            await asyncio.wait([stop, engine.exited, registration.refused], return_when=asyncio.FIRST_COMPLETED)
+            ends = [stop, engine.exited, registration.refused, self._given_up]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
         self._leaving = True
         self._health_changed.set()
         registration.set_draining()
+        if self._given_up.done():
+            return self._given_up.result()
         if not engine.exited.done():
             await self._drain(engine)
         if engine.exited.done():
@@ -213,9 +219,16 @@ class Hub:
         if self._registration is not None:
             self._registration.set_load(self._load())
 
+    def _give_up(self, reason: str) -> None:
+        """The transfer hub can not keep its promises any longer: the instance ends, with this reason."""
+        if not self._given_up.done():
+            self._given_up.set_result(reason)
+
     def _on_pair(self, pair: PairView) -> None:
         if self._registration is not None:
             self._registration.set_pair(pair)
+            # A stream that broke or came back changes what is in doubt, which the engine knows nothing of.
+            self._registration.set_load(self._load())
 
     def _on_peers(self, peers: Sequence[ContextPeer]) -> None:
         if self._handoff is not None:

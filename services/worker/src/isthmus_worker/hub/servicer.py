@@ -14,7 +14,18 @@ from isthmus.v1 import common_pb2, worker_service_pb2, worker_service_pb2_grpc
 from isthmus_core.errors import InvalidRequest, IsthmusError, NoCapacity
 from isthmus_core.rpc import abort_with, incoming_trace
 from isthmus_core.tracing import Tracing
-from isthmus_worker.engine import ContextReady, Engine, EngineLoad, EngineOutput, EngineRequest, Finished, RequestType
+from isthmus_worker.engine import (
+    ContextReady,
+    Engine,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    LegReport,
+    RequestType,
+    Tokens,
+)
 from isthmus_worker.hub.spans import LegSpan
 from isthmus_worker.wire.requests import key_from_pb, request_from_pb
 from isthmus_worker.wire.responses import event_to_pb, load_to_pb
@@ -99,8 +110,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest("request_type", request.request_type.name, remedy)
         span = LegSpan(serving.tracing, request, serving.here.instance_id)
         request = replace(request, trace=span.context)
+        reasons: list[FinishReason] = []
         try:
-            last = await self._stream(serving, request, context)
+            last = await self._stream(serving, request, context, reasons)
         except IsthmusError as error:
             span.fail(error.message)
             raise
@@ -110,16 +122,22 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             span.fail("the deadline passed" if late else "the caller went away")
             raise
         if isinstance(last, ContextReady | Finished):
-            span.succeed(last.report, last if isinstance(last, Finished) else None)
+            _log_recovery(request, last.report)
+            span.succeed(last.report, reasons)
 
-    async def _stream(self, serving: Serving, request: EngineRequest, context: _Context) -> EngineOutput | None:
-        """Pass the leg's events on; returns the last one. What the caller did not get is cancelled or withdrawn."""
+    async def _stream(
+        self, serving: Serving, request: EngineRequest, context: _Context, reasons: list[FinishReason]
+    ) -> EngineOutput | None:
+        """Pass the leg's events on; returns the last one. Why answers ended goes to `reasons`. What the caller did not
+        get is cancelled or withdrawn."""
         engine = serving.engine
         # Outside of the try: when this refuses a duplicate, the live leg of that key is somebody else's.
         events = engine.submit(request)
         last: EngineOutput | None = None
         try:
             async for last in events:
+                if isinstance(last, Tokens) and last.reason is not None:
+                    reasons.append(last.reason)
                 await context.write(event_to_pb(last, request, serving.here))
         except IsthmusError:
             raise  # the engine itself has ended the leg
@@ -129,3 +147,12 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 logger.info("leg %s ends early: %r", request.key, error, extra={"request_id": request.key.request_id})
             raise
         return last
+
+
+def _log_recovery(request: EngineRequest, report: LegReport) -> None:
+    """A request that went well in the end may still have cost twice what it should."""
+    if report.handoff_failures:
+        how = "its prompt was computed here" if report.recomputed else "another try came through"
+        reasons = "; ".join(report.handoff_failures)
+        key = request.key
+        logger.warning("hand-off of %s failed (%s): %s", key, reasons, how, extra={"request_id": key.request_id})

@@ -6,9 +6,10 @@ Nothing but a clock is read while tokens flow.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from isthmus_core.tracing import TraceContext, Tracing
-from isthmus_worker.engine import EngineRequest, Finished, LegReport, RequestType
+from isthmus_worker.engine import EngineRequest, FinishReason, LegReport, RequestType
 
 _NAMES = {
     RequestType.CONTEXT_ONLY: "worker.context",
@@ -39,8 +40,9 @@ class LegSpan:
         )
         self.context: TraceContext | None = self._span.context or request.trace
 
-    def succeed(self, report: LegReport, finished: Finished | None) -> None:
-        """The leg has ended as it should; `finished` is None for a context leg that holds its pages."""
+    def succeed(self, report: LegReport, reasons: Collection[FinishReason]) -> None:
+        """The leg has ended as it should. `reasons`: of the answers that ended in it; a context leg that holds its
+        pages has none."""
         if self._span.context is None:
             return
         end_ns = time.time_ns()
@@ -50,7 +52,12 @@ class LegSpan:
             if name == "decode":
                 phase.set("isthmus.tokens", report.decode_tokens)
             phase.end(min(begin_ns + round(seconds * 1e9), end_ns))
-        self._span.set("isthmus.finish_reason", "handoff" if finished is None else finished.reason.name.lower())
+        names = sorted({reason.name.lower() for reason in reasons}) or ["handoff"]
+        self._span.set("isthmus.finish_reason", ",".join(names))
+        self._span.set("isthmus.cached_tokens", report.cached_tokens)
+        if report.handoff_failures:
+            self._span.set("isthmus.handoff_failures", "; ".join(report.handoff_failures))
+            self._span.set("isthmus.recomputed", report.recomputed)
         self._span.end(end_ns)
 
     def fail(self, reason: str) -> None:

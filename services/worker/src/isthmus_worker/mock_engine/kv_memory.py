@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isthmus_core.errors import StartError
-from kvtransfer.page_table import (
-    AttentionGroup,
-    BufferEntries,
-    HeadInterval,
-    MapperKind,
-    MemoryKind,
-    PageTable,
-    PhysicalPool,
-    PoolView,
-    RegisteredRegion,
-)
+from kvtransfer.page_table import HeadInterval
+from kvtransfer.storage import describe_attention_pool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvtransfer.page_table import PageTable
 
 
 class KvMemory:
@@ -56,18 +49,11 @@ class KvMemory:
 
     def page_table(self) -> PageTable:
         """The memory as the transfer library sees it. Checked."""
-        base, blocks = int(self._memory.ctypes.data), len(self.words)
-        region = RegisteredRegion(base, blocks * self.block_bytes, MemoryKind.DRAM)
-        pool = PhysicalPool(base, slot_bytes=self.block_bytes, num_slots=blocks, layer_stride_bytes=0)
-        views = tuple(self._view(role, half) for half, role in enumerate(("key", "value")))
-        group = AttentionGroup(tuple(range(self.layers)), self.tokens_per_block, views)
-        table = PageTable((region,), (pool,), (group,))
-        table.validate()
-        return table
-
-    def _view(self, role: str, half: int) -> PoolView:
-        half_bytes = self.block_bytes // (self.layers * 2)
-        layer = np.arange(self.layers, dtype=np.uint32)
-        offset = (layer.astype(np.uint64) * np.uint64(2) + np.uint64(half)) * np.uint64(half_bytes)
-        entries = BufferEntries(layer, offset, np.full(self.layers, half_bytes, np.uint32))
-        return PoolView(frozenset({role}), MapperKind.HND, 0, entries, HeadInterval(0, 1))
+        return describe_attention_pool(
+            base_address=int(self._memory.ctypes.data),
+            num_blocks=len(self.words),
+            block_bytes=self.block_bytes,
+            layers=range(self.layers),
+            kv_heads=HeadInterval(0, 1),
+            tokens_per_block=self.tokens_per_block,
+        )

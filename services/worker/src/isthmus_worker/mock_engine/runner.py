@@ -10,9 +10,11 @@ import numpy as np
 import xxhash
 
 from isthmus_core.errors import ConfigError
+from isthmus_worker.engine import Sampling
 from isthmus_worker.mock_engine import hashing
+from isthmus_worker.mock_engine.draws import draw_tokens
 from isthmus_worker.mock_engine.kv_memory import KvMemory
-from isthmus_worker.runner import BatchRow, ModelDescription
+from isthmus_worker.runner import BatchRow, Draw, Drawn, ModelDescription
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +29,7 @@ _SLICE_WORDS = 1 << 21
 
 
 class MockRunner:
-    """Implements `isthmus_worker.runner.ModelRunner`; `hashing` says what it computes.
+    """Implements `isthmus_worker.runner.ModelRunner`; `hashing` says what it computes, `draws` how it chooses.
 
     Every step writes the KV of its tokens into the blocks and computes each wanted token from all bytes of [0, length)
     as they are in memory then: a page that is wrong, stale or missing changes the text. `max_model_len`: default
@@ -82,34 +84,42 @@ class MockRunner:
 
     def warm_up(self) -> None:
         """First use of every function; only the block it used is zeroed, the rest is untouched memory."""
-        row = BatchRow(np.zeros(1, np.int64), 0, np.zeros(1, np.int32), True)
+        draw = Draw(Sampling(1), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
+        row = BatchRow(np.zeros(1, np.int64), 0, np.zeros(1, np.int32), (draw,))
         self._compute([row])
         self._words()[0] = 0
 
-    def execute(self, rows: list[BatchRow]) -> list[int]:
+    def execute(self, rows: list[BatchRow]) -> list[tuple[Drawn, ...]]:
         """One step. Raises ValueError for rows that do not fit the cache or the model."""
-        tokens = self._compute(rows)
+        drawn = self._compute(rows)
         config = self._config
         prefilled = sum(len(row.token_ids) for row in rows if len(row.token_ids) > 1 or row.start == 0)
         decodes = any(len(row.token_ids) == 1 and row.start > 0 for row in rows)
         pause = prefilled * config.prefill_us_per_token + decodes * config.decode_us
         if pause:
             self._sleep(pause * 1e-6)
-        return tokens
+        return drawn
 
-    def _compute(self, rows: list[BatchRow]) -> list[int]:
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
+        """Blocks `src` to blocks `dst`, whole."""
+        words = self._words()
+        words[dst] = words[src]
+
+    def _compute(self, rows: list[BatchRow]) -> list[tuple[Drawn, ...]]:
         if not rows:
             return []
         for index, row in enumerate(rows):
             self._check(row, f"row {index}")
         self._write(rows)
-        tokens = np.full(len(rows), -1, np.int64)
-        wanted = [index for index, row in enumerate(rows) if row.want_token]
+        drawn: list[tuple[Drawn, ...]] = [()] * len(rows)
+        wanted = [index for index, row in enumerate(rows) if row.draws]
         if wanted:
             chosen = [rows[index] for index in wanted]
             lengths = np.array([row.start + len(row.token_ids) for row in chosen], np.int64)
-            tokens[wanted] = hashing.next_tokens(self._read(chosen, lengths), lengths)
-        return tokens.tolist()
+            best = hashing.next_tokens(self._read(chosen, lengths), lengths)
+            for index, row in zip(wanted, draw_tokens(best.tolist(), chosen), strict=True):
+                drawn[index] = row
+        return drawn
 
     def _check(self, row: BatchRow, field: str) -> None:
         end = row.start + len(row.token_ids)

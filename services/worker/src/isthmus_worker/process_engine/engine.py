@@ -13,6 +13,7 @@ from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import EngineDescription, EngineLoad, EngineRequest, KvEvent
 from isthmus_worker.process_engine.batch import BatchedSender
+from isthmus_worker.process_engine.cached_keys import CachedKeys
 from isthmus_worker.process_engine.child import EngineChild, ExitReport
 from isthmus_worker.process_engine.launch import EngineLaunch
 from isthmus_worker.process_engine.legs import LegStream, OpenLegs
@@ -62,6 +63,7 @@ class ProcessEngine:
         self._on_transfer, self._on_rank, self._on_load = on_transfer, on_rank, on_load
         self._legs = OpenLegs(instance_id, self.abort)
         self._load = EngineLoad()
+        self._cached = CachedKeys()
         self._accepting = False
         self._refusal = "the engine is starting"
         self._child: EngineChild | None = None
@@ -145,10 +147,9 @@ class ProcessEngine:
         """As last reported."""
         return self._load
 
-    async def kv_events(self) -> AsyncIterator[KvEvent]:
-        """Ends at once: blocks are never reused between requests, so there is nothing to tell."""
-        for event in ():
-            yield event
+    def kv_events(self) -> AsyncIterator[KvEvent]:
+        """Begins with everything that is reusable now (`reset`); ends when the engine process does."""
+        return self._cached.follow()
 
     def deliver(self, message: HubToScheduler) -> None:
         """Pass an outcome of the transfer hub to the scheduler role. One for a process that is gone is dropped: its
@@ -172,6 +173,12 @@ class ProcessEngine:
             if await child.wait(_STOP_S) is None:
                 logger.warning("the engine process %d did not leave within %g s and is killed", child.pid, _STOP_S)
         await self._kill()
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL the process: somebody can not wait for what it may still be doing. `exited` follows."""
+        if self._child is not None and not self.exited.done():
+            logger.error("the engine process %d is killed: %s", self._child.pid, reason)
+            self._child.signal(signal.SIGKILL)
 
     def _tell(self, command: EngineCommand) -> None:
         if self._commands is None:
@@ -217,6 +224,7 @@ class ProcessEngine:
         for sock in sockets:
             sock.close()
         self._legs.lose_all()
+        self._cached.close()
         self._load = EngineLoad(total_blocks=self._load.total_blocks)
         self.exited.set_result(report)
 
@@ -263,6 +271,8 @@ class ProcessEngine:
                 self._load = EngineLoad(total_blocks=event.total_blocks)
                 self._description = event
                 self._note_started()
+            case KvEvent():
+                self._cached.apply(event)
             case _:
                 if self._on_transfer is None:
                     raise FrameError(f"a {type(event).__name__} of an instance that hands nothing off")

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-from isthmus_core.errors import DuplicateRequest, InternalError, IsthmusError, RequestCancelled, WorkerLost
+from isthmus_core.errors import DuplicateRequest, InternalError, IsthmusError, WorkerLost
 from isthmus_core.keys import RequestKey
-from isthmus_worker.engine import ContextReady, EngineOutput, EngineRequest, Finished, RequestType, Tokens
+from isthmus_worker.engine import ContextReady, EngineOutput, EngineRequest, RequestType, Tokens
 from isthmus_worker.wire.engine_frames import LegEnded, LegReleased, LegTokens
 
 
@@ -107,8 +107,8 @@ class OpenLegs:
         match event:
             case LegTokens(_, tokens):
                 stream.put(tokens)
-            case LegEnded(_, end, error):
-                stream.put(_ending(end, error))
+            case LegEnded(_, end):
+                stream.put(end)
             case LegReleased(key):
                 # The engine always ends a leg before it releases it; a consumer must not wait for ever if it did not.
                 stream.put(InternalError(f"the engine released request {key} without ending it"))
@@ -129,9 +129,3 @@ class OpenLegs:
     async def wait_empty(self) -> None:
         """Returns when nothing is held."""
         await self._empty.wait()
-
-
-def _ending(end: ContextReady | Finished | None, error: IsthmusError | None) -> EngineOutput | IsthmusError:
-    if error is not None:
-        return error
-    return RequestCancelled() if end is None else end

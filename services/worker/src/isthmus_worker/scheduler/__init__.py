@@ -8,5 +8,6 @@ from isthmus_worker.scheduler.events import SchedulerEvent as SchedulerEvent
 from isthmus_worker.scheduler.handoffs import Handoffs as Handoffs
 from isthmus_worker.scheduler.handoffs import Transceiver as Transceiver
 from isthmus_worker.scheduler.limits import Limits as Limits
+from isthmus_worker.scheduler.memory import Memory as Memory
 from isthmus_worker.scheduler.scheduler import Scheduler as Scheduler
 from isthmus_worker.scheduler.step import StepPlan as StepPlan

@@ -5,35 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from isthmus_worker.engine import KvEvent
+
 if TYPE_CHECKING:
     from isthmus_core.errors import IsthmusError
     from isthmus_core.keys import RequestKey
-    from isthmus_worker.engine import FinishReason, LegReport
+    from isthmus_worker.engine import LegReport, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
-    """New tokens of a request."""
+    """New tokens of one answer of a request; its last ones carry the reason."""
 
     key: RequestKey
-    ids: tuple[int, ...]
+    chunk: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ContextDone:
-    """A context leg is over and its pages are offered. Ends the client's side, as RequestFinished does."""
+    """A context leg is over and its pages are offered. Ends the client's side, as RequestFinished does.
+
+    `first_tokens`: one chunk per answer; no RequestTokens told them before.
+    """
 
     key: RequestKey
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[Tokens, ...]
     report: LegReport
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The client's side of a request is over: with a reason, or with the error that ended it."""
+    """The client's side of a request is over: every answer has ended, or `error` ended them all."""
 
     key: RequestKey
-    reason: FinishReason | None
     error: IsthmusError | None
     report: LegReport
 
@@ -45,4 +49,4 @@ class RequestReleased:
     key: RequestKey
 
 
-SchedulerEvent = RequestTokens | ContextDone | RequestFinished | RequestReleased
+SchedulerEvent = RequestTokens | ContextDone | RequestFinished | RequestReleased | KvEvent

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isthmus_core.keys import RequestKey
     from isthmus_worker.scheduler.request import Request
     from kvtransfer.ports import ReceiveOutcome, SendOutcome
+    from kvtransfer.transceiver.policy import Next
 
 
 class Transceiver(Protocol):
@@ -29,17 +30,30 @@ class Transceiver(Protocol):
 
     def check_gen_transfer_status(self, at_least: int = 0, timeout_s: float = 0.0) -> list[ReceiveOutcome]: ...
 
+    def next_step(self, outcome: ReceiveOutcome) -> Next: ...
+
+    def give_up(self, key: RequestKey) -> Next: ...
+
+    def can_hold(self, blocks: int) -> bool: ...
+
     def cancel_request(self, key: RequestKey) -> bool: ...
 
 
 class Handoffs:
     """One rank (0) and `layer_groups` groups that share a block table.
 
-    `hold_s`: how long a context instance holds pages, for the text of the error.
+    `hold_s`: how long a context instance holds pages, for the text of the error. `window`: tokens of the smallest
+    sliding window of any group.
     """
 
-    def __init__(self, transceiver: Transceiver, layer_groups: int, hold_s: float) -> None:
+    def __init__(self, transceiver: Transceiver, layer_groups: int, hold_s: float, window: int | None = None) -> None:
         self._transceiver, self._layer_groups, self._hold_s = transceiver, layer_groups, hold_s
+        self._window = window
+
+    def brings_all(self, request: Request) -> bool:
+        """True when a hand-off writes the KV of every token of a prompt: of a layer with a window only those come that
+        the next token can see."""
+        return self._window is None or request.prompt_length <= self._window
 
     def offer(self, request: Request, blocks: NDArray[np.int32]) -> None:
         """Offers the KV of the prompt. The blocks stay pinned until its SendOutcome."""
@@ -71,10 +85,22 @@ class Handoffs:
         """Caches that have arrived or will not."""
         return self._transceiver.check_gen_transfer_status()
 
+    def next_step(self, outcome: ReceiveOutcome) -> Next:
+        """What to do about a cache that has arrived or has not; once for each outcome, in order."""
+        return self._transceiver.next_step(outcome)
+
+    def give_up(self, key: RequestKey) -> Next:
+        """In place of another try."""
+        return self._transceiver.give_up(key)
+
+    def can_hold(self, blocks: int) -> bool:
+        """True when so many more blocks may be held for generation instances."""
+        return self._transceiver.can_hold(blocks)
+
     def error(self, request: Request, outcome: ReceiveOutcome) -> IsthmusError:
         """What the client of a failed hand-off is told."""
         if outcome.failure in (TransferFailure.EXPIRED, TransferFailure.NOT_HELD):
-            return HandoffExpired(request.key, self._hold_s)
+            return HandoffExpired(request.key, self._hold_s, outcome.reason)
         phase = request.source.context_phase
         holder = "an unknown instance" if phase is None else phase.holder.instance_id
         reason = outcome.reason or outcome.failure.name.lower().replace("_", " ")

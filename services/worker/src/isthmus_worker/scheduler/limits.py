@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isthmus_core.errors import InvalidRequest
-from isthmus_worker.engine import EngineRequest, RequestType
+from isthmus_worker.engine import EngineRequest, RequestType, Sampling, Tokens
+from isthmus_worker.sampling import check_sampling
 
 _LEG_OF_ROLE = {
     "context": RequestType.CONTEXT_ONLY,
@@ -35,11 +36,10 @@ class Limits:
                 "request_type", request.request_type.name, f"this instance has role {self.role} and takes {leg.name}"
             )
         self._check_tokens("prompt", request.prompt)
-        max_tokens = request.sampling.max_tokens
-        if max_tokens < 1:
-            raise InvalidRequest("sampling.max_tokens", str(max_tokens), "use at least 1")
+        check_sampling(request.sampling, self.vocab_size)
         self._check_context_phase(request)
         self._check_length(request)
+        self._check_answers(request)
 
     def _check_tokens(self, field: str, tokens: tuple[int, ...]) -> None:
         if not tokens:
@@ -61,17 +61,28 @@ class Limits:
         if phase.prompt_tokens != len(request.prompt):
             remedy = f"must be the length of the prompt, {len(request.prompt)}"
             raise InvalidRequest("context_phase.prompt_tokens", str(phase.prompt_tokens), remedy)
-        self._check_tokens("context_phase.first_tokens", phase.first_tokens)
-        if len(phase.first_tokens) >= request.sampling.max_tokens:
+        self._check_first_tokens(phase.first_tokens, request.sampling)
+
+    def _check_first_tokens(self, chunks: tuple[Tokens, ...], sampling: Sampling) -> None:
+        field = "context_phase.first_tokens"
+        if [one.sample for one in chunks] != list(range(sampling.n)):
+            samples = ", ".join(str(one.sample) for one in chunks)
+            raise InvalidRequest(field, f"answers {samples}", f"send one chunk for each answer in [0, {sampling.n})")
+        for chunk in chunks:
+            self._check_tokens(field, chunk.ids)
+        going_on = [chunk.ids for chunk in chunks if chunk.reason is None]
+        if not going_on:
+            raise InvalidRequest(field, "every answer has ended", "nothing is left to generate")
+        longest = max(len(ids) for ids in going_on)
+        if longest >= sampling.max_tokens:
             raise InvalidRequest(
                 "sampling.max_tokens",
-                str(request.sampling.max_tokens),
-                f"the context leg has made {len(phase.first_tokens)} tokens: nothing is left to generate",
+                str(sampling.max_tokens),
+                f"the context leg has made {longest} tokens: nothing is left to generate",
             )
-        if not set(phase.first_tokens).isdisjoint(request.sampling.stop_token_ids):
-            raise InvalidRequest(
-                "context_phase.first_tokens", str(phase.first_tokens), "a stop token is among them: nothing is left"
-            )
+        stop = set(sampling.stop_token_ids)
+        if any(not stop.isdisjoint(ids) for ids in going_on):
+            raise InvalidRequest(field, str(going_on), "a stop token is in an answer that has not ended")
 
     def _check_length(self, request: EngineRequest) -> None:
         prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
@@ -97,3 +108,27 @@ class Limits:
                 f"{prompt} prompt tokens + {output}",
                 f"the KV cache of this instance holds {capacity} tokens",
             )
+
+    def _check_answers(self, request: EngineRequest) -> None:
+        """All answers must fit into the batch and, when they part from each other, into the cache."""
+        n, prompt = request.sampling.n, len(request.prompt)
+        if n > self.max_running:
+            raise InvalidRequest(
+                "sampling.n", str(n), f"this instance runs {self.max_running} answers (engine.max_running)"
+            )
+        if request.request_type is RequestType.CONTEXT_ONLY:
+            return
+        full = prompt // self.tokens_per_block
+        # The prompt and the first token, and one token more before the first of them can be preempted.
+        own = -(-(prompt + self._longest_first(request) + 1) // self.tokens_per_block) - full
+        if full + n * own > self.num_blocks:
+            raise InvalidRequest(
+                "sampling.n",
+                str(n),
+                f"{n} answers to {prompt} prompt tokens take {full + n * own} KV blocks, this instance has "
+                f"{self.num_blocks}",
+            )
+
+    def _longest_first(self, request: EngineRequest) -> int:
+        phase = request.context_phase
+        return 0 if phase is None else max(len(chunk.ids) for chunk in phase.first_tokens)

@@ -1,103 +1,70 @@
-"""One request in the scheduler: its tokens, where it is, and its time stamps."""
+"""One request in the scheduler: its answers and its time stamps."""
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from isthmus_core.errors import InternalError
-from isthmus_worker.engine import HandoffReport, LegReport, RequestType
+from isthmus_worker.engine import FinishReason, HandoffReport, LegReport, RequestType, Tokens
+from isthmus_worker.runner import Draw
+from isthmus_worker.scheduler.answer import Answer, Phase
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from isthmus_worker.engine import EngineRequest
-
-
-class Phase(Enum):
-    """Where a request is. Blocks are held in all phases but WAITING and RELEASED."""
-
-    # In the queue.
-    WAITING = "waiting"
-    # Generation leg: its blocks are exposed, the cache is on its way.
-    RECEIVING = "receiving"
-    # Computing tokens of which the KV is missing.
-    PREFILL = "prefill"
-    # Computing one token a step.
-    DECODE = "decode"
-    # Context leg: done, its blocks are offered.
-    OFFERED = "offered"
-    # The client's side is over, but a peer may still touch the blocks.
-    DRAINING = "draining"
-    # Gone.
-    RELEASED = "released"
-
-
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.PREFILL, Phase.RECEIVING, Phase.RELEASED}),
-    Phase.RECEIVING: frozenset({Phase.DECODE, Phase.DRAINING, Phase.RELEASED}),
-    Phase.PREFILL: frozenset({Phase.DECODE, Phase.OFFERED, Phase.WAITING, Phase.RELEASED}),
-    Phase.DECODE: frozenset({Phase.WAITING, Phase.RELEASED}),
-    Phase.OFFERED: frozenset({Phase.DRAINING, Phase.RELEASED}),
-    Phase.DRAINING: frozenset({Phase.RELEASED}),
-    Phase.RELEASED: frozenset(),
-}
-
-RUNNING = frozenset({Phase.PREFILL, Phase.DECODE, Phase.RECEIVING})
-# Phases in which a peer may read or write the blocks.
-PINNED = frozenset({Phase.RECEIVING, Phase.OFFERED, Phase.DRAINING})
+    from isthmus_worker.runner import Drawn
 
 
 class Request:
     """Mutable state of one request; only the scheduler changes it.
 
-    `tokens` int64[length]: prompt and output so far. The KV of the first `computed` of them is in the blocks.
+    There is one prefill, or one hand-off, for all answers: it is the `lead` answer's. `unborn`: the answers that part
+    from it when it is over, with the tokens that they begin with. `answers`: those that are there and go on.
     """
 
     __slots__ = (
-        "_buffer",
-        "_max_length",
         "admitted_at",
+        "answers",
         "arrival",
-        "computed",
+        "cached_tokens",
         "decode_from",
-        "generated",
         "handoff",
+        "handoff_failures",
         "key",
         "last_token_at",
+        "lead",
         "leg_tokens",
-        "length",
         "over",
-        "phase",
         "prefilled_at",
         "received",
+        "recomputed",
+        "set_aside",
         "source",
         "stop",
         "submitted_at",
+        "unborn",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, now: float) -> None:
-        first = () if request.context_phase is None else request.context_phase.first_tokens
+        phase = request.context_phase
+        chunks = [Tokens((), sample) for sample in range(request.sampling.n)] if phase is None else phase.first_tokens
+        lead, *rest = [one for one in chunks if one.reason is None]
         self.source = request
         self.key = request.key
         self.arrival = arrival
-        self.phase = Phase.WAITING
         self.stop = frozenset(request.sampling.stop_token_ids)
-        self._max_length = len(request.prompt) + request.sampling.max_tokens
-        self._buffer: NDArray[np.int64] = np.empty(self._max_length, np.int64)
-        self.length = len(request.prompt) + len(first)
-        self._buffer[: self.length] = (*request.prompt, *first)
-        self.computed = 0
-        # Tokens after the prompt, those of the context leg included.
-        self.generated = len(first)
+        self.lead = Answer(self, lead.sample, lead.ids, Phase.WAITING)
+        self.unborn: list[Tokens] = rest
+        self.answers: list[Answer] = [self.lead]
         # Tokens made by this leg.
         self.leg_tokens = 0
         # The client's side is over.
         self.over = False
         # Generation leg: the cache has been here, so that a preemption is followed by computing, not by a hand-off.
         self.received = False
+        # It failed for good: the prompt is computed here. Its pages are set aside while a peer may still touch them.
+        self.recomputed = self.set_aside = False
+        self.handoff_failures: list[str] = []
+        # Prompt tokens whose KV was here when the prefill began.
+        self.cached_tokens: int | None = None
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.prefilled_at: float | None = None
@@ -120,42 +87,51 @@ class Request:
         """True when the KV of the prompt comes from a context instance."""
         return self.leg is RequestType.GENERATION_ONLY and not self.received
 
-    @property
-    def missing(self) -> int:
-        """Tokens of which the KV is not in the blocks."""
-        return self.length - self.computed
+    def parting(self, answer: Answer) -> list[Tokens]:
+        """Answers that will take places and blocks of their own beside this one, once it has its first token."""
+        return self.unborn if answer is self.lead and self.leg is not RequestType.CONTEXT_ONLY else []
 
-    def move(self, to: Phase) -> None:
-        """Raises InternalError for a transition that the table does not know."""
-        if to not in TRANSITIONS[self.phase]:
-            raise InternalError(f"request {self.key} can not go from {self.phase.value} to {to.value}")
-        self.phase = to
+    def draws(self, answer: Answer) -> tuple[Draw, ...]:
+        """What is wanted of the logits after all tokens of an answer: its next token, and the first ones of those that
+        part from it."""
+        sampling = self.source.sampling
+        own = Draw(sampling, answer.sample, answer.prompt(), answer.output())
+        if answer is not self.lead or not self.unborn or self.leg is RequestType.GENERATION_ONLY:
+            return (own,)
+        # None of them has an output yet.
+        return (own, *(Draw(sampling, one.sample, own.prompt, own.output) for one in self.unborn))
 
-    def chunk(self, count: int) -> NDArray[np.int64]:
-        """The next `count` tokens to compute; a view of memory that is only ever appended to."""
-        return self._buffer[self.computed : self.computed + count]
+    def chunk(self, sample: int, drawn: Drawn, generated: int) -> Tokens:
+        """A drawn token, the `generated`th of its answer, as the client gets it."""
+        reason = None
+        if drawn.token in self.stop:
+            reason = FinishReason.STOP
+        elif generated == self.source.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        return Tokens((drawn.token,), sample, () if drawn.logprobs is None else (drawn.logprobs,), reason)
 
-    def append(self, token: int, now: float) -> None:
-        """One more token of this leg. Raises InternalError beyond max_tokens."""
-        if self.length == self._max_length:
-            raise InternalError(f"request {self.key} has all its {self.generated} tokens already")
-        self._buffer[self.length] = token
-        self.length += 1
-        self.generated += 1
-        self.leg_tokens += 1
+    def took(self, count: int, now: float) -> None:
+        """A step has drawn `count` tokens of this leg."""
+        self.leg_tokens += count
         self.last_token_at = now
+        if self.prefilled_at is None and self.leg is not RequestType.GENERATION_ONLY:
+            self.prefilled_at = now
 
     def report(self) -> LegReport:
         """Where the time of this leg went so far."""
         admitted, generation = self.admitted_at, self.leg is RequestType.GENERATION_ONLY
         queued = None if admitted is None else admitted - self.submitted_at
+        first = 0 if generation or not self.leg_tokens else self.source.sampling.n
         return LegReport(
             context_queue=None if generation else queued,
             prefill=_between(admitted, self.prefilled_at),
             handoff=self.handoff,
             generation_queue=queued if generation else None,
             decode=_between(self.decode_from, self.last_token_at),
-            decode_tokens=max(self.leg_tokens - (0 if generation else 1), 0),
+            decode_tokens=self.leg_tokens - first,
+            cached_tokens=self.cached_tokens or 0,
+            handoff_failures=tuple(self.handoff_failures),
+            recomputed=self.recomputed,
         )
 
 

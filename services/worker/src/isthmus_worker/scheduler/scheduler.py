@@ -1,8 +1,10 @@
 """Continuous batching over one block pool.
 
-Each step computes, within `max_batch_tokens`: first one token for every request that decodes, oldest first; then chunks
-of prompts, oldest first. A request is admitted, strictly in order of arrival, when its blocks are there. When decoding
-runs out of blocks the youngest running request gives its blocks back and computes them again later.
+Each step computes at most `max_batch_tokens` tokens: one for every answer that decodes, and chunks of prompts, oldest
+first. Neither can starve the other: while prompts wait a quarter of the step is theirs, the rest is for decoding first,
+and what one side leaves the other may take. When not every decoding answer fits, those come first that have waited
+longest for a step. Requests are admitted strictly in order of arrival, when their blocks are there. When decoding runs
+out of blocks the youngest answer gives its blocks back and computes them again later.
 
              admit                              last chunk           end
     WAITING ──┬──▶ PREFILL ───────────────────────┬──▶ DECODE ─────────────▶ RELEASED
@@ -10,285 +12,212 @@ runs out of blocks the youngest running request gives its blocks back and comput
        └─────────────────── preempted ───────────────────┘                      │
     context leg: PREFILL ──▶ OFFERED ───────────send is over────────────────────┤
     failed or aborted while a peer may touch the blocks: ──▶ DRAINING ──settled─┘
+
+A request with n answers is one prefill (or one hand-off) of its lead answer; then the others part from it.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from typing import TYPE_CHECKING
 
-from isthmus_core.errors import (
-    DuplicateRequest,
-    InternalError,
-    InvalidRequest,
-    IsthmusError,
-    Overloaded,
-    RequestCancelled,
-)
-from isthmus_worker.engine import EngineLoad, EngineRequest, FinishReason, HandoffReport, RequestType
-from isthmus_worker.scheduler.events import (
-    ContextDone,
-    RequestFinished,
-    RequestReleased,
-    RequestTokens,
-    SchedulerEvent,
-)
-from isthmus_worker.scheduler.request import PINNED, RUNNING, Phase, Request
+from isthmus_core.errors import DuplicateRequest, InternalError, InvalidRequest, Overloaded, RequestCancelled
+from isthmus_worker.engine import EngineLoad, EngineRequest, KvEvent, RequestType, Tokens
+from isthmus_worker.scheduler.answer import Answer, Phase
+from isthmus_worker.scheduler.events import RequestTokens, SchedulerEvent
+from isthmus_worker.scheduler.live import Live
+from isthmus_worker.scheduler.places import Places
+from isthmus_worker.scheduler.request import Request
+from isthmus_worker.scheduler.service_rate import ServiceRate
 from isthmus_worker.scheduler.step import StepPlan
-from kvtransfer.ports import TransferFailure
+from isthmus_worker.scheduler.transfers import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from isthmus_core.keys import RequestKey
-    from isthmus_worker.cache import BlockManager
+    from isthmus_worker.runner import Drawn
     from isthmus_worker.scheduler.handoffs import Handoffs
     from isthmus_worker.scheduler.limits import Limits
-    from kvtransfer.ports import ReceiveOutcome
-
-
-def _by_arrival(request: Request) -> int:
-    return request.arrival
+    from isthmus_worker.scheduler.memory import Memory
 
 
 class Scheduler:
     """Decides; the caller brings the clock (`now`, seconds, never going back) and runs the model.
 
     `emit` takes events in order. `handoffs` is None on an instance that hands nothing off. The caller's cycle is:
-    submit and abort, `poll`, `plan`, run the rows, `apply`.
+    submit and abort, `poll`, `plan`, make the copies, run the rows, `apply`; only then may events be sent.
     """
 
     def __init__(
         self,
         limits: Limits,
-        blocks: BlockManager,
+        memory: Memory,
         emit: Callable[[SchedulerEvent], None],
         handoffs: Handoffs | None = None,
     ) -> None:
-        self._limits, self._blocks, self._emit, self._handoffs = limits, blocks, emit, handoffs
-        self._live: dict[RequestKey, Request] = {}
-        # Both in order of arrival.
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        # The transceiver was asked to cancel and has not said yet that the blocks may be freed.
-        self._cancelling: dict[RequestKey, Request] = {}
-        self._arrivals = 0
+        self._limits, self._memory = limits, memory
+        self._places = Places(memory, limits.max_running)
+        self._live = Live(self._places, memory, emit)
+        self._transfers = None if handoffs is None else Transfers(handoffs, self._live, self._places, memory)
+        self._rate = ServiceRate()
+        self._arrivals = self._steps = 0
 
     @property
     def live(self) -> int:
         """Requests of which anything is left."""
-        return len(self._live)
+        return len(self._live.requests)
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Takes a request into the queue. Raises InvalidRequest, Overloaded or DuplicateRequest; nothing is kept then,
         and no event is emitted."""
-        if request.key in self._live:
+        if request.key in self._live.requests:
             raise DuplicateRequest(request.key.request_id)
         self._limits.check(request)
-        if request.request_type is not RequestType.CONTEXT_AND_GENERATION and self._handoffs is None:
+        if request.request_type is not RequestType.CONTEXT_AND_GENERATION and self._transfers is None:
             raise InvalidRequest("request_type", request.request_type.name, "this instance has no transfer backend")
-        if len(self._waiting) >= self._limits.max_waiting:
-            raise Overloaded("engine.max_waiting", self._limits.max_waiting)
+        waiting, limit = len(self._places.waiting), self._limits.max_waiting
+        if waiting >= limit:
+            raise Overloaded("engine.max_waiting", limit, self._rate.wait_s(waiting, now))
         taken = Request(request, self._arrivals, now)
         self._arrivals += 1
-        self._live[taken.key] = taken
-        self._waiting.append(taken)
+        self._live.requests[taken.key] = taken
+        self._places.enqueue(taken.lead)
 
     def abort(self, key: RequestKey) -> None:
         """Drops a request, wherever it is; nothing when it is gone already. Blocks that a peer may touch are kept."""
-        request = self._live.get(key)
+        request = self._live.requests.get(key)
         if request is None:
             return
-        self._finish(request, None, RequestCancelled())
-        if request.phase in (Phase.RECEIVING, Phase.OFFERED):
-            self._cancel(request)
-        elif request.phase is not Phase.DRAINING:
-            self._release(request)
+        self._live.finish(request, RequestCancelled())
+        phase = request.lead.phase
+        if self._transfers is not None and phase in (Phase.RECEIVING, Phase.OFFERED):
+            self._transfers.cancel(request)
+        elif phase is not Phase.DRAINING:
+            self._live.release(request)
 
     def poll(self) -> None:
         """Applies what the transceiver has heard. Call between steps."""
-        handoffs = self._handoffs
-        if handoffs is None:
-            return
-        for send in handoffs.sends():
-            self._release(self._in_handoff(send.key, Phase.OFFERED))
-        for receive in handoffs.receives():
-            self._received(handoffs, self._in_handoff(receive.key, Phase.RECEIVING), receive)
-        for request in list(self._cancelling.values()):
-            if handoffs.cancel(request.key):
-                self._release(request)
+        if self._transfers is not None:
+            self._transfers.poll()
 
     def plan(self, now: float) -> StepPlan:
-        """Rows of the next step. Without rows nothing can be computed until a request, an abort or an outcome comes."""
-        step = StepPlan(self._limits.max_batch_tokens)
-        for request in [one for one in self._running if one.phase is Phase.DECODE]:
-            if not step.left:
-                break
-            # It may have given its blocks to an older one in this very loop.
-            if request.phase is Phase.DECODE and self._room_for(request):
-                if request.decode_from is None:
-                    request.decode_from = now
-                step.add(request, self._blocks.table(request.key))
+        """The next step. Without rows nothing can be computed until a request, an abort or an outcome comes; copies are
+        to be made all the same."""
+        self._steps += 1
+        step = StepPlan(self._steps, self._limits.max_batch_tokens, self._live.copies)
+        self._live.copies = []
+        decoding = [one for one in self._places.running if one.phase is Phase.DECODE]
+        prompts = self._places.waiting or len(decoding) < len(self._places.running)
+        share = self._share_of_prompts(step.left) if prompts else 0
+        if len(decoding) > step.left - share:
+            decoding.sort(key=lambda one: one.stepped)
+        self._decode(step, decoding, share, now)
         self._admit(now)
-        for request in self._running:
+        for answer in self._places.running:
             if not step.left:
                 break
-            if request.phase is Phase.PREFILL:
-                step.add(request, self._blocks.table(request.key))
+            if answer.phase is Phase.PREFILL:
+                step.add(answer, self._memory.table(answer))
+        self._decode(step, decoding, 0, now)
+        self._tell_cache()
         return step
 
-    def apply(self, step: StepPlan, tokens: Sequence[int], failed: Collection[int], now: float) -> None:
-        """Takes a step's result: a token for every row that wanted one, and the rows without usable logits."""
-        for index, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
-            request.computed += len(row.token_ids)
+    def apply(self, step: StepPlan, drawn: Sequence[tuple[Drawn, ...]], failed: Collection[int], now: float) -> None:
+        """Takes a step's result: what was drawn from each row, and the rows without usable logits."""
+        for index, (answer, row) in enumerate(zip(step.answers, step.rows, strict=True)):
+            if answer.phase is Phase.RELEASED:
+                continue  # another answer of its request has failed in this step
+            answer.computed += len(row.token_ids)
             if index in failed:
-                error = InternalError(f"the model computed logits that are not finite for request {request.key}")
-                self._finish(request, None, error)
-                self._release(request)
-            elif row.want_token:
-                self._take(request, tokens[index], now)
+                self._fail(answer.request)
+                continue
+            self._memory.commit(answer)
+            if answer.request.unborn and answer.request.received and answer.computed >= answer.request.prompt_length:
+                self._live.part(answer.request)
+            if row.draws:
+                self._take(answer, drawn[index], now)
 
     def load(self) -> EngineLoad:
-        """Counts as of now. Blocks in doubt are the hub's to know."""
+        """Counts as of now. Blocks that are only kept for reuse are not used; those in doubt are the hub's to know."""
         return EngineLoad(
-            running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
-            held_handoffs=sum(one.phase is Phase.OFFERED for one in self._live.values()),
-            used_blocks=self._blocks.used,
-            total_blocks=self._blocks.num_blocks,
+            running_requests=len(self._places.running_requests()),
+            waiting_requests=len(self._places.waiting),
+            held_handoffs=0 if self._transfers is None else len(self._transfers.offered),
+            used_blocks=self._memory.blocks.used,
+            total_blocks=self._memory.blocks.num_blocks,
         )
 
     def check_idle(self) -> None:
         """Proves that an idle scheduler holds nothing. Raises InternalError for a leak."""
-        if self._live:
-            raise InternalError(f"{len(self._live)} requests are left")
-        self._blocks.check_integrity()
-        if self._waiting or self._running or self._blocks.used:
-            raise InternalError(
-                f"nothing is left to do, but {len(self._waiting)} requests wait, {len(self._running)} run and "
-                f"{self._blocks.used} blocks are held"
-            )
+        if self.live:
+            raise InternalError(f"{self.live} requests are left")
+        self._places.check_empty()
 
     # --- steps
 
-    def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._limits.max_running:
-            request = self._waiting[0]
-            count = self._blocks.blocks_for(request.length + 1)
-            if not self._blocks.can_allocate(count):
+    def _share_of_prompts(self, budget: int) -> int:
+        """Tokens of a step that decoding leaves to prompts."""
+        return max(1, budget // 4) if budget > 1 else self._steps % 2
+
+    def _decode(self, step: StepPlan, answers: Iterable[Answer], leave: int, now: float) -> None:
+        for answer in answers:
+            if step.left <= leave:
                 return
-            del self._waiting[0]
-            self._blocks.allocate(request.key, count)
+            # It may have given its blocks to an older one in this very loop.
+            fits = answer.phase is Phase.DECODE and answer.stepped[0] != step.number
+            if fits and self._places.room_for(answer, step.number):
+                if answer.request.decode_from is None:
+                    answer.request.decode_from = now
+                step.add(answer, self._memory.table(answer))
+
+    def _admit(self, now: float) -> None:
+        transfers, waiting = self._transfers, self._places.waiting
+        while waiting and (transfers is None or transfers.may_hold(waiting[0])):
+            answer = self._places.admit()
+            if answer is None:
+                return
+            request = answer.request
             if request.admitted_at is None:
-                request.admitted_at = now
-            insort(self._running, request, key=_by_arrival)
-            if request.needs_cache and self._handoffs is not None:
-                request.move(Phase.RECEIVING)
-                prompt_blocks = self._blocks.blocks_for(request.prompt_length)
-                self._handoffs.receive(request, self._blocks.table(request.key)[:prompt_blocks])
-            else:
-                request.move(Phase.PREFILL)
+                request.admitted_at, request.cached_tokens = now, answer.computed
+                self._rate.note(now)
+            if answer.phase is Phase.RECEIVING and transfers is not None:
+                transfers.receive(answer)
 
-    def _room_for(self, request: Request) -> bool:
-        """Makes sure that the next tokens have blocks. False when the request had to give up its own."""
-        more = self._blocks.blocks_for(request.length) - self._blocks.held(request.key)
-        if more <= 0:
-            return True
-        while not self._blocks.can_allocate(more):
-            victim = next(one for one in reversed(self._running) if one.phase not in PINNED)
-            self._preempt(victim)
-            if victim is request:
-                return False
-        self._blocks.grow(request.key, more)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        request.move(Phase.WAITING)
-        self._running.remove(request)
-        self._blocks.free(request.key)
-        request.computed = 0
-        insort(self._waiting, request, key=_by_arrival)
+    def _tell_cache(self) -> None:
+        stored, removed = self._memory.blocks.take_changes()
+        if stored or removed:
+            self._live.emit(KvEvent(stored, removed))
 
     # --- results
 
-    def _take(self, request: Request, token: int, now: float) -> None:
-        request.append(token, now)
-        self._emit(RequestTokens(request.key, (token,)))
-        if request.prefilled_at is None and request.leg is not RequestType.GENERATION_ONLY:
-            request.prefilled_at = now
-        if token in request.stop:
-            self._end(request, FinishReason.STOP)
-        elif request.generated == request.source.sampling.max_tokens:
-            self._end(request, FinishReason.LENGTH)
-        elif request.leg is RequestType.CONTEXT_ONLY:
-            self._offer(request, token)
-        elif request.phase is Phase.PREFILL:
-            request.move(Phase.DECODE)
-
-    def _offer(self, request: Request, token: int) -> None:
-        if self._handoffs is None:
-            raise InternalError(f"request {request.key} has nobody to offer its cache to")
-        request.move(Phase.OFFERED)
-        self._running.remove(request)
-        prompt_blocks = self._blocks.blocks_for(request.prompt_length)
-        self._handoffs.offer(request, self._blocks.table(request.key)[:prompt_blocks])
-        request.over = True
-        self._emit(ContextDone(request.key, (token,), request.report()))
-
-    def _received(self, handoffs: Handoffs, request: Request, outcome: ReceiveOutcome) -> None:
-        if outcome.failure is TransferFailure.NONE and request.phase is Phase.RECEIVING:
-            stats = outcome.stats
-            request.handoff = None if stats is None else HandoffReport(stats.writers, stats.total)
-            request.received = True
-            request.computed = request.prompt_length
-            request.move(Phase.DECODE)
+    def _take(self, answer: Answer, drawn: tuple[Drawn, ...], now: float) -> None:
+        request = answer.request
+        request.took(len(drawn), now)
+        answer.append(drawn[0].token)
+        own = request.chunk(answer.sample, drawn[0], answer.generated)
+        first = zip(request.unborn, drawn[1:], strict=True)
+        request.unborn = [request.chunk(one.sample, token, 1) for one, token in first]
+        chunks = (own, *request.unborn)
+        if request.leg is RequestType.CONTEXT_ONLY and any(chunk.reason is None for chunk in chunks):
+            self._offer(request, chunks)
             return
-        if outcome.failure is not TransferFailure.NONE:
-            self._finish(request, None, handoffs.error(request, outcome))
-        if outcome.settled:
-            self._release(request)
-        elif request.phase is Phase.RECEIVING:
-            self._drain(request)
+        for chunk in chunks:
+            self._live.emit(RequestTokens(request.key, chunk))
+        if request.unborn:
+            self._live.part(request)
+        if own.reason is not None:
+            self._live.end(answer)
+        elif answer.phase is Phase.PREFILL:
+            answer.move(Phase.DECODE)
 
-    def _cancel(self, request: Request) -> None:
-        if self._handoffs is None or self._handoffs.cancel(request.key):
-            self._release(request)
-        else:
-            self._drain(request)
-            self._cancelling[request.key] = request
+    def _offer(self, request: Request, first_tokens: tuple[Tokens, ...]) -> None:
+        if self._transfers is None:
+            raise InternalError(f"request {request.key} has nobody to offer its cache to")
+        self._transfers.offer(request, first_tokens)
 
-    def _drain(self, request: Request) -> None:
-        if request.phase in RUNNING:
-            self._running.remove(request)
-        request.move(Phase.DRAINING)
-
-    def _in_handoff(self, key: RequestKey, phase: Phase) -> Request:
-        """The request that an outcome is about. Its blocks are pinned, so it is here."""
-        request = self._live.get(key)
-        if request is None or request.phase not in (phase, Phase.DRAINING):
-            where = "gone" if request is None else request.phase.value
-            raise InternalError(f"request {key} is {where} and got the outcome of a hand-off")
-        return request
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        self._finish(request, reason, None)
-        self._release(request)
-
-    def _finish(self, request: Request, reason: FinishReason | None, error: IsthmusError | None) -> None:
-        """The end of the client's side, once."""
-        if not request.over:
-            request.over = True
-            self._emit(RequestFinished(request.key, reason, error, request.report()))
-
-    def _release(self, request: Request) -> None:
-        """The one way out."""
-        if request.phase is Phase.WAITING:
-            self._waiting.remove(request)
-        else:
-            self._blocks.free(request.key)
-            if request.phase in RUNNING:
-                self._running.remove(request)
-        request.move(Phase.RELEASED)
-        self._cancelling.pop(request.key, None)
-        del self._live[request.key]
-        self._emit(RequestReleased(request.key))
+    def _fail(self, request: Request) -> None:
+        """The model has no answer. What it has computed for this request is not used for others."""
+        self._memory.distrust(request)
+        error = InternalError(f"the model computed logits that are not finite for request {request.key}")
+        self._live.finish(request, error)
+        self._live.release(request)

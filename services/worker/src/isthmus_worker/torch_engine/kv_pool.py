@@ -6,6 +6,9 @@
 A head of one layer in one block is one contiguous run of T * D elements; the kernels address runs, or rows of D
 elements, by number. Numbers of layer l are those of layer 0 shifted by a constant, so each layer has a view of the
 pool that begins at its first run, and one index serves all layers.
+
+Layers that see the same positions form one layer group. All groups share the block table: a block holds the tokens of
+every layer, and what a windowed group no longer needs stays in place.
 """
 
 from __future__ import annotations
@@ -16,18 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from isthmus_worker.torch_engine.batch import CacheShape
 from isthmus_worker.torch_engine.model_config import ModelUnusable
-from kvtransfer.page_table import (
-    AttentionGroup,
-    BufferEntries,
-    HeadInterval,
-    MapperKind,
-    MemoryKind,
-    PageTable,
-    PhysicalPool,
-    PoolView,
-    RegisteredRegion,
-)
+from kvtransfer.page_table import HeadInterval, MemoryKind
+from kvtransfer.storage import describe_attention_pool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +30,7 @@ if TYPE_CHECKING:
 
     from isthmus_worker.torch_engine.batch import StepPlan
     from isthmus_worker.torch_engine.model_config import ModelConfig
+    from kvtransfer.page_table import PageTable
 
 
 class KvPool:
@@ -43,11 +39,12 @@ class KvPool:
     def __init__(
         self, config: ModelConfig, num_blocks: int, tokens_per_block: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.shape = CacheShape(num_blocks, config.layers, config.kv_heads, tokens_per_block)
+        self.device = device
         self.num_blocks = num_blocks
-        self.tokens_per_block = tokens_per_block
         self.kv_heads = config.kv_heads
-        self.layers = config.layers
         self.head_dim = config.head_dim
+        self._windows = config.windows
         self.block_bytes = block_bytes(config, tokens_per_block, dtype)
         self._memory = _aligned_zeros(num_blocks * self.block_bytes, device)
         # [num_blocks, layers, 2 (K, V), kv_heads, tokens_per_block, head_dim]
@@ -79,29 +76,26 @@ class KvPool:
         self._written_to[plan.write_blocks] = -1
         self._written_to[plan.tail_blocks] = plan.tail_end
 
+    def copy(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
+        """Whole blocks, int32[N] each; none of `dst` is in `src`."""
+        from_, to = (torch.as_tensor(ids, dtype=torch.int64, device=self.device) for ids in (src, dst))
+        self.blocks[to] = self.blocks[from_]
+        self._written_to[dst] = -1
+
     def page_table(self) -> PageTable:
         """The memory as the transfer library sees it. Checked."""
-        base = self._memory.data_ptr()
-        cuda = self._memory.device.type == "cuda"
-        region = RegisteredRegion(
-            base_address=base,
-            size_bytes=self.num_blocks * self.block_bytes,
+        cuda = self.device.type == "cuda"
+        return describe_attention_pool(
+            base_address=self._memory.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+            layers=range(self.shape.layers),
+            kv_heads=HeadInterval(0, self.kv_heads),
+            tokens_per_block=self.shape.tokens_per_block,
+            windows=self._windows,
             memory_kind=MemoryKind.VRAM if cuda else MemoryKind.DRAM,
-            device_id=self._memory.device.index or 0,
+            device_id=self.device.index or 0,
         )
-        pool = PhysicalPool(base, slot_bytes=self.block_bytes, num_slots=self.num_blocks, layer_stride_bytes=0)
-        views = tuple(self._view(role, half) for half, role in enumerate(("key", "value")))
-        group = AttentionGroup(tuple(range(self.layers)), self.tokens_per_block, views)
-        table = PageTable((region,), (pool,), (group,))
-        table.validate()
-        return table
-
-    def _view(self, role: str, half: int) -> PoolView:
-        half_bytes = self.block_bytes // (self.layers * 2)
-        layer = np.arange(self.layers, dtype=np.uint32)
-        offset = (layer.astype(np.uint64) * np.uint64(2) + np.uint64(half)) * np.uint64(half_bytes)
-        entries = BufferEntries(layer, offset, np.full(self.layers, half_bytes, np.uint32))
-        return PoolView(frozenset({role}), MapperKind.HND, 0, entries, HeadInterval(0, self.kv_heads))
 
 
 def block_bytes(config: ModelConfig, tokens_per_block: int, dtype: torch.dtype) -> int:

@@ -1,35 +1,48 @@
-"""Llama: embedding, layers of attention and gated MLP, norm, output matrix."""
+"""The decoder: embedding, layers of attention and gated MLP, norm, output matrix."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from isthmus_worker.torch_engine.attention import Attention
-from isthmus_worker.torch_engine.layers import Linear, gated_silu, product, rope_tables, rotate_
+from isthmus_worker.torch_engine.layers import Linear, gated_silu, pack, product
+from isthmus_worker.torch_engine.rope import rotate_
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from isthmus_worker.torch_engine.attention import AttentionStep
     from isthmus_worker.torch_engine.batch import StepPlan
-    from isthmus_worker.torch_engine.kv_pool import KvPool
     from isthmus_worker.torch_engine.model_config import ModelConfig
+
+
+# The packed copy of the weights is for models up to this size: larger ones need their memory for other things.
+MAX_PACKED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: Tensor
     qkv: Linear
+    query_norm: Tensor | None  # [head_dim], as key_norm
+    key_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
 
+    def matrices(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
 
-class Llama:
+    def packed(self) -> _Layer:
+        qkv, output, gate_up, down = (one.with_packed() for one in self.matrices())
+        return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
+
+
+class Decoder:
     """The weights and one step of computation. Memory is uninitialised until the tensors of `targets` are filled."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -40,7 +53,18 @@ class Llama:
         self._layers = [_empty_layer(config, dtype, device) for _ in range(config.layers)]
         self._norm = torch.empty(hidden, dtype=dtype, device=device)
         self._head = self._embedding if config.tied else torch.empty_like(self._embedding)
-        self._cos, self._sin = rope_tables(config.head_dim, config.rope_theta, max_model_len, dtype, device)
+        self._cos, self._sin = config.rope.tables(config.head_dim, max_model_len, dtype, device)
+        self._packed_head: Tensor | None = None
+
+    def pack(self) -> bool:
+        """Call once the weights are loaded. Float32 models on the CPU get a packed copy of their matrices, which makes
+        batches faster, unless that needs more than MAX_PACKED_BYTES. Returns whether they have."""
+        matrices = [self._head, *(one.weight for layer in self._layers for one in layer.matrices())]
+        if sum(one.nbytes for one in matrices) > MAX_PACKED_BYTES:
+            return False
+        self._packed_head = pack(self._head)
+        self._layers = [layer.packed() for layer in self._layers]
+        return self._packed_head is not None
 
     def targets(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes, by its name there. Fused weights appear as their parts."""
@@ -53,6 +77,9 @@ class Llama:
             name = f"model.layers.{index}"
             found[f"{name}.input_layernorm.weight"] = layer.attention_norm
             found[f"{name}.post_attention_layernorm.weight"] = layer.mlp_norm
+            if layer.query_norm is not None and layer.key_norm is not None:
+                found[f"{name}.self_attn.q_norm.weight"] = layer.query_norm
+                found[f"{name}.self_attn.k_norm.weight"] = layer.key_norm
             for linear, parts in (
                 (layer.qkv, {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
                 (layer.output, {"self_attn.o_proj": config.hidden_size}),
@@ -67,23 +94,28 @@ class Llama:
                         )
         return found
 
-    def forward(self, plan: StepPlan, pool: KvPool) -> Tensor:
-        """Runs the step and stores its K and V in `pool`. Returns logits [wanted rows, vocab_size]."""
+    def forward(self, plan: StepPlan, attend: AttentionStep) -> Tensor:
+        """Runs the step; `attend` stores its K and V. Returns logits [wanted rows, vocab_size]."""
         config, device = self.config, self._device
-        attend = Attention(plan, pool)
         positions = torch.from_numpy(plan.positions).to(device)
         cos, sin = self._cos[positions], self._sin[positions]
         hidden = functional.embedding(torch.from_numpy(plan.tokens).to(device), self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(plan.tokens), -1, config.head_dim)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                self._normalise_(qkv[:, : config.heads], layer.query_norm)
+                self._normalise_(qkv[:, config.heads : -config.kv_heads], layer.key_norm)
             rotate_(qkv[:, : -config.kv_heads], cos, sin)
             hidden = layer.output.add_to(hidden, attend(index, qkv))
             hidden = layer.down.add_to(hidden, gated_silu(layer.gate_up(self._normed(hidden, layer.mlp_norm))))
         last = hidden if len(plan.last) == len(hidden) else hidden[torch.from_numpy(plan.last).to(device)]
-        return product(self._normed(last, self._norm), self._head)
+        return product(self._normed(last, self._norm), self._head, self._packed_head)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _normalise_(self, x: Tensor, weight: Tensor) -> None:
+        x.copy_(self._normed(x, weight))
 
 
 def _empty_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> _Layer:
@@ -92,8 +124,10 @@ def _empty_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     kv_heads = config.kv_heads * config.head_dim
     return _Layer(
         attention_norm=torch.empty(hidden, dtype=dtype, device=device),
-        qkv=Linear.empty(heads + 2 * kv_heads, hidden, config.attention_bias, dtype, device),
-        output=Linear.empty(hidden, heads, config.attention_bias, dtype, device),
+        qkv=Linear.empty(heads + 2 * kv_heads, hidden, config.qkv_bias, dtype, device),
+        query_norm=torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None,
+        key_norm=torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None,
+        output=Linear.empty(hidden, heads, config.output_bias, dtype, device),
         mlp_norm=torch.empty(hidden, dtype=dtype, device=device),
         gate_up=Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device),
         down=Linear.empty(hidden, inner, config.mlp_bias, dtype, device),

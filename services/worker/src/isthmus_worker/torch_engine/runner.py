@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from isthmus_worker.runner import BatchRow, ModelDescription, NonFiniteLogits
-from isthmus_worker.torch_engine.batch import CacheShape, plan_step
+from isthmus_worker.engine import Sampling
+from isthmus_worker.runner import BatchRow, Draw, Drawn, ModelDescription, NonFiniteLogits
+from isthmus_worker.sampling.sampler import draw_tokens
+from isthmus_worker.torch_engine.attention import AttentionBackend, choose_attention, open_attention
+from isthmus_worker.torch_engine.batch import plan_step
 from isthmus_worker.torch_engine.kv_pool import KvPool, block_bytes
 from isthmus_worker.torch_engine.loader import load_weights
-from isthmus_worker.torch_engine.model import Llama
+from isthmus_worker.torch_engine.model import Decoder
 from isthmus_worker.torch_engine.model_config import ModelUnusable, read_config
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from kvtransfer.page_table import PageTable
 
+logger = logging.getLogger(__name__)
+
 # As the configuration spells them -> as safetensors spells them.
-_DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+_DTYPES = {
+    "float32": (torch.float32, "F32"),
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "float16": (torch.float16, "F16"),
+}
 
 
 class TorchRunner:
-    """Llama from a folder of safetensors. Implements `isthmus_worker.runner.ModelRunner`.
+    """A decoder from a folder of safetensors. Implements `isthmus_worker.runner.ModelRunner`.
 
-    `dtype`: "auto" (the checkpoint's), "float32" or "bfloat16". `device`: "cpu", "cuda" or "cuda:N". `max_model_len`:
-    default the model's own; more than that is refused. Raises ModelUnusable.
+    `dtype`: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". `device`: "cpu", "cuda" or "cuda:N".
+    `max_model_len`: default the model's own; more than that is refused. `attention`: "auto", "sdpa" or "flashinfer".
+    Raises ModelUnusable.
     """
 
     def __init__(
@@ -39,16 +49,20 @@ class TorchRunner:
         device: str = "cpu",
         tokens_per_block: int = 16,
         max_model_len: int | None = None,
+        attention: str = "auto",
     ) -> None:
         config = read_config(model_path)
         self._max_model_len = _max_model_len(max_model_len, config.max_position)
         self._dtype, kv_dtype = _choose_dtype(dtype, config.dtype)
         self._device = _open_device(device)
+        self._choice = choose_attention(attention, config, self._dtype, self._device)
         self._tokens_per_block = tokens_per_block
         self._config = config
         with torch.inference_mode():
-            self._model = Llama(config, self._max_model_len, self._dtype, self._device)
+            self._model = Decoder(config, self._max_model_len, self._dtype, self._device)
             digest = load_weights(model_path, self._model.targets(), config.tied)
+            packed = self._model.pack()
+        logger.info("attention by %s: %s", self._choice.name, self._choice.reason, extra={"packed_weights": packed})
         self._description = ModelDescription(
             name=model_path.name,
             max_model_len=self._max_model_len,
@@ -57,8 +71,10 @@ class TorchRunner:
             weights_digest=digest,
             attention_digest=config.attention_digest(),
             kv_dtype=kv_dtype,
+            kernels=self._choice.name,
         )
         self._pool: KvPool | None = None
+        self._attention: AttentionBackend | None = None
 
     def describe(self) -> ModelDescription:
         """Sizes and identity of the model."""
@@ -70,6 +86,7 @@ class TorchRunner:
         if self._pool is not None:
             raise RuntimeError("allocate_cache was called before: the cache must not move")
         self._pool = KvPool(self._config, num_blocks, self._tokens_per_block, self._dtype, self._device)
+        self._attention = open_attention(self._choice, self._config, self._pool)
         return self._pool.page_table()
 
     @torch.inference_mode()
@@ -78,50 +95,51 @@ class TorchRunner:
         length = min(self._tokens_per_block, self._max_model_len)
         block, tokens = np.zeros(1, np.int32), np.zeros(length, np.int64)
         half = max(length // 2, 1)
+        greedy = Draw(Sampling(1), 0, tokens, tokens[:0])
+        sampled = Draw(Sampling(1, temperature=1.0, top_p=0.5, repetition_penalty=1.5, logprobs=1), 0, tokens, tokens)
         for row in (
-            BatchRow(tokens[:half], 0, block, True),
-            BatchRow(tokens[half:], half, block, True),
-            BatchRow(tokens[:1], length - 1, block, True),
+            BatchRow(tokens[:half], 0, block, (greedy, sampled)),
+            BatchRow(tokens[half:], half, block, (greedy,)),
+            BatchRow(tokens[:1], length - 1, block, (greedy,)),
         ):
             if len(row.token_ids):
                 self.execute([row])
-        self._cache().zero()
+        self._cache()[0].zero()
         self._finish()
 
     @torch.inference_mode()
-    def execute(self, rows: list[BatchRow]) -> list[int]:
+    def execute(self, rows: list[BatchRow]) -> list[tuple[Drawn, ...]]:
         """One step. Raises ValueError for rows that do not fit the cache, NonFiniteLogits for rows without a token."""
         if not rows:
             return []
-        pool = self._cache()
-        config = self._config
-        shape = CacheShape(pool.num_blocks, config.layers, config.kv_heads, self._tokens_per_block)
-        plan = plan_step(rows, shape, config.vocab_size, self._max_model_len)
+        pool, attention = self._cache()
+        plan = plan_step(rows, pool.shape, self._config.vocab_size, self._max_model_len)
         pool.begin_step(plan)
-        logits = self._model.forward(plan, pool)
-        tokens = np.full(len(rows), -1, np.int64)
-        if len(plan.wanted):
-            tokens[plan.wanted] = _greedy(logits)
+        logits = self._model.forward(plan, attention.begin(plan))
+        drawn: list[tuple[Drawn, ...]] = [()] * len(rows)
+        wanted: list[int] = plan.wanted.tolist()
+        if wanted:
+            for row, answer in zip(wanted, draw_tokens(logits, [rows[row] for row in wanted]), strict=True):
+                drawn[row] = answer
         self._finish()
-        bad = [int(row) for row in plan.wanted if tokens[row] < 0]
+        bad = sorted(row for row in wanted if not drawn[row])
         if bad:
-            raise NonFiniteLogits(bad, tokens.tolist())
-        return tokens.tolist()
+            raise NonFiniteLogits(bad, drawn)
+        return drawn
 
-    def _cache(self) -> KvPool:
-        if self._pool is None:
+    @torch.inference_mode()
+    def copy_blocks(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> None:
+        """Blocks `src` to blocks `dst`, whole."""
+        self._cache()[0].copy(src, dst)
+
+    def _cache(self) -> tuple[KvPool, AttentionBackend]:
+        if self._pool is None or self._attention is None:
             raise RuntimeError("call allocate_cache first")
-        return self._pool
+        return self._pool, self._attention
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _greedy(logits: Tensor) -> NDArray[np.int64]:
-    """The best token of each row, -1 where there is none: max propagates NaN, and an infinite best is an overflow."""
-    best, tokens = logits.max(-1)
-    return torch.where(best.isfinite(), tokens, -1).cpu().numpy()
 
 
 def _max_model_len(asked: int | None, most: int) -> int:

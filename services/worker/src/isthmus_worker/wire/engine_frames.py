@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from isthmus.v1 import engine_ipc_pb2, worker_service_pb2
 
-from isthmus_core import token_ids
-from isthmus_core.errors import RemoteError, from_status_bytes
+from isthmus_core.block_keys import split_keys
+from isthmus_core.errors import IsthmusError, from_status_bytes
 from isthmus_core.framing import FrameError
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import (
@@ -18,19 +18,31 @@ from isthmus_worker.engine import (
     EngineLoad,
     EngineRequest,
     Finished,
-    FinishReason,
-    LegReport,
+    KvEvent,
     Tokens,
 )
 from isthmus_worker.wire.reports import report_from_pb
 from isthmus_worker.wire.requests import key_to_pb, submit_to_pb
+from isthmus_worker.wire.tokens import chunk_from_pb
 from kvtransfer.errors import WireError
-from kvtransfer.ports import HubToScheduler, ReceiveOutcome, SchedulerToHub, SendOutcome
+from kvtransfer.ports import (
+    BindFailed,
+    Bound,
+    FirstTokensArrived,
+    HubToScheduler,
+    ReceiveOutcome,
+    SchedulerToHub,
+    SendOutcome,
+)
 from kvtransfer.wire import (
+    bind_context_from_pb,
+    bind_news_to_pb,
     cancel_transfer_from_pb,
     key_from_pb,
+    receive_intent_from_pb,
     receive_outcome_to_pb,
     receive_request_from_pb,
+    send_first_tokens_from_pb,
     send_offer_from_pb,
     send_outcome_to_pb,
 )
@@ -61,11 +73,10 @@ class LegTokens:
 
 @dataclass(frozen=True, slots=True)
 class LegEnded:
-    """The client's side of a leg is over: `end` when it succeeded, `error` when it failed, none when it was dropped."""
+    """The client's side of a leg is over: with its end, or with the error that ended it."""
 
     key: RequestKey
-    end: ContextReady | Finished | None = None
-    error: RemoteError | None = None
+    end: ContextReady | Finished | IsthmusError
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class LegReleased:
     key: RequestKey
 
 
-EngineEvent = EngineDescription | EngineLoad | LegTokens | LegEnded | LegReleased | SchedulerToHub
+EngineEvent = EngineDescription | EngineLoad | LegTokens | LegEnded | LegReleased | KvEvent | SchedulerToHub
 
 
 def commands_to_bytes(commands: Iterable[EngineCommand]) -> bytes:
@@ -95,6 +106,8 @@ def _command_to_pb(command: EngineCommand) -> engine_ipc_pb2.EngineCommand:
             return engine_ipc_pb2.EngineCommand(send_outcome=send_outcome_to_pb(command))
         case ReceiveOutcome():
             return engine_ipc_pb2.EngineCommand(receive_outcome=receive_outcome_to_pb(command))
+        case Bound() | FirstTokensArrived() | BindFailed():
+            return engine_ipc_pb2.EngineCommand(bind_news=bind_news_to_pb(command))
 
 
 def events_from_bytes(frame: bytes) -> list[EngineEvent]:
@@ -112,16 +125,17 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
         kind = event.WhichOneof("body")
         match kind:
             case "tokens":
-                ids = token_ids.unpack(event.tokens.tokens.le_uint32)
-                yield LegTokens(key_from_pb(event.tokens.key), Tokens(ids))
+                yield LegTokens(key_from_pb(event.tokens.key), chunk_from_pb(event.tokens.chunk))
             case "context_done":
                 done = event.context_done
-                first = token_ids.unpack(done.first_tokens.le_uint32)
+                first = tuple(chunk_from_pb(one) for one in done.first_tokens)
                 yield LegEnded(key_from_pb(done.key), ContextReady(first, report_from_pb(done.report)))
             case "finished":
                 yield _finished(event.finished)
             case "released":
                 yield LegReleased(key_from_pb(event.released.key))
+            case "kv_cache":
+                yield _kv_event(event.kv_cache)
             case "load":
                 yield _load(event.load)
             case "ready":
@@ -130,6 +144,12 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
                 yield send_offer_from_pb(event.send_offer)
             case "receive_request":
                 yield receive_request_from_pb(event.receive_request)
+            case "receive_intent":
+                yield receive_intent_from_pb(event.receive_intent)
+            case "bind_context":
+                yield bind_context_from_pb(event.bind_context)
+            case "send_first_tokens":
+                yield send_first_tokens_from_pb(event.send_first_tokens)
             case "cancel_transfer":
                 yield cancel_transfer_from_pb(event.cancel_transfer)
             case _:
@@ -138,12 +158,11 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
 
 def _finished(pb: engine_ipc_pb2.RequestFinished) -> LegEnded:
     key = key_from_pb(pb.key)
-    if pb.status:
-        return LegEnded(key, error=from_status_bytes(pb.status))
-    if not pb.reason:
-        return LegEnded(key)
-    report: LegReport = report_from_pb(pb.report)
-    return LegEnded(key, Finished(FinishReason(int(pb.reason)), report))
+    return LegEnded(key, from_status_bytes(pb.status) if pb.status else Finished(report_from_pb(pb.report)))
+
+
+def _kv_event(pb: engine_ipc_pb2.KvCacheEvent) -> KvEvent:
+    return KvEvent(split_keys(pb.stored_keys), split_keys(pb.removed_keys))
 
 
 def _load(pb: worker_service_pb2.InstanceLoad) -> EngineLoad:

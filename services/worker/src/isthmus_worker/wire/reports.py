@@ -12,7 +12,12 @@ from kvtransfer.wire import handoff_report_from_pb, handoff_report_to_pb
 
 def report_to_pb(report: LegReport) -> generation_pb2.RequestReport:
     """The engine's part of a report; the instance names are the caller's."""
-    pb = generation_pb2.RequestReport(decode_tokens=report.decode_tokens)
+    pb = generation_pb2.RequestReport(
+        decode_tokens=report.decode_tokens,
+        cached_tokens=report.cached_tokens,
+        handoff_failures=report.handoff_failures,
+        recomputed=report.recomputed,
+    )
     durations = (
         (pb.context_queue, report.context_queue),
         (pb.prefill, report.prefill),
@@ -41,6 +46,9 @@ def report_from_pb(pb: generation_pb2.RequestReport) -> LegReport:
         generation_queue=_seconds(pb.generation_queue) if pb.HasField("generation_queue") else None,
         decode=_seconds(pb.decode) if pb.HasField("decode") else None,
         decode_tokens=pb.decode_tokens,
+        cached_tokens=pb.cached_tokens,
+        handoff_failures=tuple(pb.handoff_failures),
+        recomputed=pb.recomputed,
     )
 
 

@@ -9,14 +9,18 @@ from isthmus_core.errors import InvalidRequest
 from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import TraceContext
-from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Sampling
+from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Tokens
+from isthmus_worker.wire.tokens import chunk_from_pb, chunks_to_pb, sampling_from_pb, sampling_to_pb
 from kvtransfer.ports import Holder
 from kvtransfer.rank_info import INCARNATION_BYTES
 from kvtransfer.wire import trace_to_pb
 
 MAX_STOP_TOKENS = 128
+MAX_LOGIT_BIAS = 1024
+# Of the context leg, over all answers.
 MAX_FIRST_TOKENS = 128
 MAX_NAME = 256
+MAX_SALT = 256
 
 
 def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
@@ -44,13 +48,16 @@ def request_from_pb(pb: worker_service_pb2.WorkerServiceGenerateRequest, trace: 
     if pb.sampling.max_tokens < 1:
         raise InvalidRequest("sampling.max_tokens", str(pb.sampling.max_tokens), "use at least 1")
     _limit("sampling.stop_token_ids", len(pb.sampling.stop_token_ids), MAX_STOP_TOKENS)
-    sampling = Sampling(pb.sampling.max_tokens, tuple(pb.sampling.stop_token_ids))
+    _limit("sampling.logit_bias", len(pb.sampling.logit_bias), MAX_LOGIT_BIAS)
+    sampling = sampling_from_pb(pb.sampling)
+    if len(pb.cache_salt) > MAX_SALT:
+        raise InvalidRequest("cache_salt", f"{len(pb.cache_salt)} bytes", f"at most {MAX_SALT} are accepted")
     given = pb.HasField("context_phase")
     if given != (request_type is RequestType.GENERATION_ONLY):
         remedy = "leave it out" if given else "send what the context leg answered"
         raise InvalidRequest("context_phase", "present" if given else "absent", f"{remedy} ({request_type.name})")
     phase = _context_phase(pb.context_phase, key, len(prompt)) if given else None
-    return EngineRequest(key, request_type, prompt, sampling, phase, trace)
+    return EngineRequest(key, request_type, prompt, sampling, phase, trace, pb.cache_salt)
 
 
 def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, prompt_tokens: int) -> ContextPhase:
@@ -58,10 +65,7 @@ def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, promp
     held = key_from_pb(pb.key, f"{field}.key")
     if held != key:
         raise InvalidRequest(f"{field}.key", str(held), f"both legs must have one key, this one is {key}")
-    first = _tokens(pb.first_tokens, f"{field}.first_tokens")
-    if not first:
-        raise InvalidRequest(f"{field}.first_tokens", "empty", "send the tokens of the context leg")
-    _limit(f"{field}.first_tokens", len(first), MAX_FIRST_TOKENS)
+    first = _first_tokens(pb, f"{field}.first_tokens")
     if pb.prompt_tokens != prompt_tokens:
         remedy = f"must be the length of the prompt, {prompt_tokens}"
         raise InvalidRequest(f"{field}.prompt_tokens", str(pb.prompt_tokens), remedy)
@@ -71,6 +75,16 @@ def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, promp
     if len(pb.incarnation) != INCARNATION_BYTES:
         raise InvalidRequest(f"{field}.incarnation", pb.incarnation.hex(), f"send {INCARNATION_BYTES} bytes")
     return ContextPhase(held, first, prompt_tokens, Holder(pb.endpoint, pb.instance_id, pb.incarnation))
+
+
+def _first_tokens(pb: generation_pb2.ContextPhaseParams, field: str) -> tuple[Tokens, ...]:
+    if not pb.first_tokens:
+        raise InvalidRequest(field, "empty", "send the tokens of the context leg")
+    _limit(field, sum(len(one.tokens.le_uint32) // 4 or 1 for one in pb.first_tokens), MAX_FIRST_TOKENS)
+    try:
+        return tuple(chunk_from_pb(one) for one in pb.first_tokens)
+    except ValueError as error:
+        raise InvalidRequest(field, str(error), "send what the context leg answered") from error
 
 
 def _tokens(pb: common_pb2.TokenIds, field: str) -> tuple[int, ...]:
@@ -92,11 +106,10 @@ def submit_to_pb(request: EngineRequest) -> engine_ipc_pb2.SubmitCommand:
         key=key_to_pb(request.key),
         request_type=worker_service_pb2.RequestType.Name(request.request_type.value),
         prompt=common_pb2.TokenIds(le_uint32=token_ids.pack(request.prompt)),
-        sampling=generation_pb2.SamplingParams(
-            max_tokens=request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
-        ),
+        sampling=sampling_to_pb(request.sampling),
         context_phase=None if phase is None else context_phase_to_pb(phase),
         trace=trace_to_pb(request.trace),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -104,7 +117,7 @@ def context_phase_to_pb(phase: ContextPhase) -> generation_pb2.ContextPhaseParam
     """For the router and the engine process."""
     return generation_pb2.ContextPhaseParams(
         key=key_to_pb(phase.key),
-        first_tokens=common_pb2.TokenIds(le_uint32=token_ids.pack(phase.first_tokens)),
+        first_tokens=chunks_to_pb(phase.first_tokens),
         prompt_tokens=phase.prompt_tokens,
         endpoint=phase.holder.endpoint,
         instance_id=phase.holder.instance_id,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2
+from isthmus.v1 import generation_pb2, worker_service_pb2
 
-from isthmus_core import token_ids
 from isthmus_worker.engine import (
     ContextPhase,
     ContextReady,
@@ -18,6 +17,7 @@ from isthmus_worker.engine import (
 )
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.requests import context_phase_to_pb
+from isthmus_worker.wire.tokens import chunk_to_pb
 from kvtransfer.ports import Holder
 
 _Response = worker_service_pb2.WorkerServiceGenerateResponse
@@ -26,19 +26,16 @@ _Response = worker_service_pb2.WorkerServiceGenerateResponse
 def event_to_pb(event: EngineOutput, request: EngineRequest, here: Holder) -> _Response:
     """One event of a leg. `here`: this instance as its peers know it."""
     match event:
-        case Tokens(ids):
-            return _Response(tokens=common_pb2.TokenIds(le_uint32=token_ids.pack(ids)))
+        case Tokens():
+            return _Response(tokens=chunk_to_pb(event))
         case ContextReady(first_tokens, report):
             phase = ContextPhase(request.key, first_tokens, len(request.prompt), here)
             ready = worker_service_pb2.ContextReady(
                 params=context_phase_to_pb(phase), report=_report(report, request, here)
             )
             return _Response(context_ready=ready)
-        case Finished(reason, report):
-            finished = worker_service_pb2.Finished(
-                reason=generation_pb2.FinishReason.Name(reason.value), report=_report(report, request, here)
-            )
-            return _Response(finished=finished)
+        case Finished(report):
+            return _Response(finished=worker_service_pb2.Finished(report=_report(report, request, here)))
 
 
 def _report(report: LegReport, request: EngineRequest, here: Holder) -> generation_pb2.RequestReport:

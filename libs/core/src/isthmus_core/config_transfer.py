@@ -1,0 +1,72 @@
+"""The section `transfer` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from isthmus_core.config_section import Section
+
+
+class TransferConfig(Section):
+    """The hand-off. There is no default backend: an instance that hands off must name one."""
+
+    backend: str | None = Field(
+        default=None, min_length=1, max_length=60, description="transfer agent, for example nixl"
+    )
+    handoff_hold_s: float = Field(default=30.0, gt=0, le=3600, description="a context instance holds pages this long")
+    timeout_s: float = Field(
+        default=30.0, gt=0, le=3600, description="a generation instance waits this long for a cache"
+    )
+    drain_s: float = Field(
+        default=0.5, ge=0, le=60, description="bytes of a dead writer may land this long after its exit is known"
+    )
+    ping_interval_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=600,
+        description="quiet streams are pinged this often; one that leaves three pings unanswered is reopened",
+    )
+    in_doubt_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description="writers of a failed hand-off may take this long to finish; then their hub is asked to kill them",
+    )
+    fence_writer: bool = Field(
+        default=True, description="ask the hub of silent writers to kill them; otherwise the pages they may write leak"
+    )
+    leak_budget_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="cache memory that writers which can not be reached may hold; beyond it the instance stops",
+    )
+    max_held_requests: int = Field(
+        default=256, gt=0, le=1 << 20, description="finished prefills that may wait for their generation instance"
+    )
+    max_held_share: float = Field(
+        default=0.5, gt=0, le=1, description="share of the cache that finished prefills may hold while they wait"
+    )
+    on_transfer_failure: Literal["recompute", "fail"] = Field(
+        default="recompute",
+        description="after a hand-off failed and one retry did not help: the generation instance computes the prompt "
+        "itself, or the request fails",
+    )
+    max_peers: int = Field(
+        default=64,
+        gt=0,
+        le=4096,
+        description="streams to context instances that are kept open; the one that was not used longest is closed",
+    )
+    probe_on_connect: bool = Field(
+        default=False,
+        description="a context instance measures the way to a generation instance with real bytes before it is used",
+    )
+    require_path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=60,
+        description="words the name of the way must contain, for example cma or device memory; an instance that can "
+        "never take it does not start, a context instance measures every pair and refuses those on another one",
+    )

@@ -1,0 +1,74 @@
+"""What a hand-off between two instances would be: a plan that nobody carries out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtransfer.compatibility import check_compatible
+from kvtransfer.explain import explain, planned_transfer
+from kvtransfer.peer_plan import build_instance_plans
+from kvtransfer.ports import TokenRange
+from kvtransfer.rank_info import InstanceRole
+from kvtransfer.windows import Chunk
+
+if TYPE_CHECKING:
+    from kvtransfer.ports import Incompatibility
+    from kvtransfer.probe_ports import PairProbe
+    from kvtransfer.rank_info import InstanceInfo
+
+# By (src_rank, dst_rank); None: not measured.
+Measured = Callable[[int, int], "PairProbe | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWrite:
+    """What one context rank would write to one generation rank. `path` and `expected` (seconds) by the last probe."""
+
+    src_rank: int
+    dst_rank: int
+    bytes: int
+    fragments: int
+    path: str = ""
+    expected: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """`incompatibilities` is empty when the pair works. `explanation` is for people."""
+
+    context_id: str
+    generation_id: str
+    incompatibilities: tuple[Incompatibility, ...]
+    writes: tuple[PlannedWrite, ...]
+    explanation: str
+
+    @property
+    def expected(self) -> float | None:
+        """Seconds of the slowest writer (they work at the same time); None unless every pair was measured."""
+        known = [write.expected for write in self.writes if write.expected is not None]
+        return max(known) if known and len(known) == len(self.writes) else None
+
+
+def dry_run(local: InstanceInfo, peer: InstanceInfo, prompt_tokens: int, measured: Measured) -> DryRun:
+    """The hand-off of a prompt between the two, whichever of them is the context instance; neither: `local` is taken
+    for it, and the roles are among the reasons against it."""
+    swap = local.role is InstanceRole.GENERATION or (
+        local.role is not InstanceRole.CONTEXT and peer.role is InstanceRole.CONTEXT
+    )
+    context, generation = (peer, local) if swap else (local, peer)
+    problems = tuple(check_compatible(local, peer))
+    tokens = TokenRange(0, prompt_tokens)
+    if problems:
+        text = "\n".join(("can not work together:", *(f"  {one}" for one in problems)))
+        return DryRun(context.instance_id, generation.instance_id, problems, (), text)
+    writes: list[PlannedWrite] = []
+    for plan in build_instance_plans(context, generation):
+        transfer = planned_transfer(plan, Chunk.of(tokens))
+        probe = measured(plan.src_rank, plan.dst_rank)
+        path = "" if probe is None else probe.path
+        expected = None if probe is None else probe.expected(transfer.nbytes, transfer.fragments)
+        writes.append(PlannedWrite(plan.src_rank, plan.dst_rank, transfer.nbytes, transfer.fragments, path, expected))
+    text = explain(context, generation, tokens)
+    return DryRun(context.instance_id, generation.instance_id, (), tuple(writes), text)

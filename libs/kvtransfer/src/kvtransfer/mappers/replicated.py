@@ -1,0 +1,24 @@
+"""The same bytes on every tensor-parallel rank (MLA latent, indexer keys): no heads, one elected source.
+
+    sources       rank 0 | t0 t1 t2 t3 |    rank 1 | t0 t1 t2 t3 |        either would do, the election names one
+                           └── run ──┘
+    destination          | t0 t1 t2 t3 |
+
+Invariant: a token is `size / tokens` bytes, tokens follow each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtransfer.mappers._make import runs
+
+if TYPE_CHECKING:
+    from kvtransfer.buffer_pairs import BufferPairs
+    from kvtransfer.run_table import RunTable
+
+
+def replicated(pairs: BufferPairs) -> RunTable:
+    """A run a buffer."""
+    bits = pairs.src.unit_bits
+    return runs(pairs, bits, src_step=bits, dst_step=bits, token_major=True)

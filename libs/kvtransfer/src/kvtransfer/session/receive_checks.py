@@ -1,0 +1,46 @@
+"""Questions about one receive that need nothing but values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtransfer.errors import ManifestError, PlanError
+from kvtransfer.ports import WriterOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtransfer.manifest import Manifest
+    from kvtransfer.messages import TransferLimits
+    from kvtransfer.peer_plan import PeerPlan
+    from kvtransfer.ports import ReceiveRequest, TransferNotice
+
+
+def check_request(
+    request: ReceiveRequest, limits: TransferLimits, plans: Sequence[PeerPlan], open_requests: int
+) -> None:
+    """Raises PlanError when the holder could not serve the request: ranks, block lists, limits."""
+    name = request.holder.instance_id
+    missing = {blocks.rank for blocks in request.destinations} - {plan.dst_rank for plan in plans}
+    if missing:
+        raise PlanError(f"nobody writes to ranks {sorted(missing)}")
+    for plan in plans:
+        lists = {one.layer_group: one.blocks for one in request.destinations if one.rank == plan.dst_rank}
+        begins = {one.layer_group: one.begin for one in request.destinations if one.rank == plan.dst_rank}
+        plan.check_destination(lists, request.tokens, begins)
+    ids = sum(len(one.blocks) for one in request.destinations)
+    if ids > limits.max_block_ids:
+        raise PlanError(f"{ids} blocks, instance {name} takes at most {limits.max_block_ids} at once")
+    if open_requests >= limits.max_open_requests:
+        raise PlanError(f"{open_requests} requests are open, instance {name} takes {limits.max_open_requests}")
+
+
+def take_notice(manifest: Manifest, notice: TransferNotice) -> str:
+    """Adds what a writer delivered to the manifest. Says what is wrong with it, empty when nothing is."""
+    if notice.outcome is not WriterOutcome.DELIVERED:
+        return notice.reason or f"rank {notice.src_rank} did not write everything"
+    try:
+        manifest.add(notice.src_rank, notice.dst_rank, notice.extents)
+    except ManifestError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,23 @@
+"""What several writers, or several chunks of one writer, have cost together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtransfer.ports import TransferStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
+    """Sums of bytes and descriptors, maxima of times, every path that was used."""
+    return TransferStats(
+        bytes=sum(one.bytes for one in parts),
+        descriptors=sum(one.descriptors for one in parts),
+        path=", ".join(sorted({one.path for one in parts if one.path})),
+        queue=max((one.queue for one in parts), default=0.0),
+        plan=max((one.plan for one in parts), default=0.0),
+        post=max((one.post for one in parts), default=0.0),
+        wire=max((one.wire for one in parts), default=0.0),
+    )

@@ -1,0 +1,91 @@
+"""Messages of `WorkerService` to and from the router's own types. Nothing else of the router reads them."""
+
+from __future__ import annotations
+
+from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2
+
+from isthmus_core import token_ids
+from isthmus_core.errors import InternalError
+from isthmus_core.keys import RequestKey
+from isthmus_router.ports import (
+    ContextReady,
+    Finished,
+    FinishReason,
+    InstanceRef,
+    Leg,
+    LegEvent,
+    LegKind,
+    Sampling,
+    TokenLogprobs,
+    Tokens,
+)
+
+
+def to_key(key: RequestKey) -> common_pb2.RequestKey:
+    """Message of a key."""
+    return common_pb2.RequestKey(request_id=key.request_id, attempt=key.attempt)
+
+
+def to_request(leg: Leg) -> worker_service_pb2.WorkerServiceGenerateRequest:
+    """Message that asks a worker for a leg."""
+    return worker_service_pb2.WorkerServiceGenerateRequest(
+        key=to_key(leg.key),
+        request_type=worker_service_pb2.RequestType.Name(leg.kind.value),
+        prompt=common_pb2.TokenIds(le_uint32=leg.prompt),
+        sampling=_sampling(leg.sampling),
+        context_phase=leg.context_phase,
+        cache_salt=leg.cache_salt,
+    )
+
+
+def to_event(response: worker_service_pb2.WorkerServiceGenerateResponse, leg: Leg, instance: InstanceRef) -> LegEvent:
+    """The event in a worker's message. Raises InternalError when the worker breaks the protocol."""
+    kind = response.WhichOneof("event")
+    try:
+        if kind == "tokens":
+            return _tokens(response.tokens, leg.sampling)
+        if kind == "context_ready" and leg.kind is LegKind.CONTEXT:
+            ready = response.context_ready
+            first = tuple(_tokens(chunk, leg.sampling) for chunk in ready.params.first_tokens)
+            return ContextReady(first, ready.params, ready.report)
+        if kind == "finished":
+            return Finished(response.finished.report)
+    except ValueError as error:
+        raise InternalError(f"instance {instance.instance_id} sent a broken {kind}: {error}") from error
+    raise InternalError(f"instance {instance.instance_id} sent {kind or 'an unknown event'} in a {leg.kind.name} leg")
+
+
+def _sampling(sampling: Sampling) -> generation_pb2.SamplingParams:
+    return generation_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[generation_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        n=sampling.n,
+        logprobs=sampling.logprobs,
+    )
+
+
+def _tokens(chunk: generation_pb2.TokenChunk, sampling: Sampling) -> Tokens:
+    """Raises ValueError for a chunk that does not belong to the request."""
+    ids = token_ids.unpack(chunk.tokens.le_uint32)
+    if chunk.sample >= sampling.n:
+        raise ValueError(f"answer {chunk.sample} of {sampling.n}")
+    expected = 0 if sampling.logprobs is None else len(ids)
+    if len(chunk.logprobs) != expected:
+        raise ValueError(f"{len(chunk.logprobs)} log probabilities for {len(ids)} tokens, {expected} expected")
+    reason = FinishReason(int(chunk.finish_reason)) if chunk.finish_reason else None
+    return Tokens(ids, chunk.sample, tuple(_logprobs(entry) for entry in chunk.logprobs), reason)
+
+
+def _logprobs(entry: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = token_ids.unpack(entry.top_tokens.le_uint32)
+    return TokenLogprobs(entry.logprob, tuple(zip(top, entry.top_logprobs, strict=True)))
