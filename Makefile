@@ -12,7 +12,7 @@ PACKAGES := ./protos ./libs/core ./libs/kvtransfer[$(NIXL)] ./libs/client ./serv
 PIP_INSTALL = $(BIN)/python -m pip install -q -c constraints.txt $(if $(WHEELS_DIR),--find-links $(WHEELS_DIR))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto lint fmt typecheck test test-integration test-simulation test-e2e demo up down bench docs check clean proto-release
+.PHONY: help setup proto lint fmt typecheck test test-integration test-simulation test-e2e test-nightly demo up down bench docs check clean proto-release
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ typecheck: $(STAMP) ## pyright, strict
 	$(BIN)/pyright
 
 test: $(STAMP) ## unit and contract tests
-	$(BIN)/pytest -q tests/unit tests/contract
+	$(BIN)/pytest -q -n logical --dist loadfile tests/unit tests/contract
 
 test-integration: $(STAMP) ## several components, real gRPC, real NIXL on this machine
 	$(BIN)/pytest -q -m "not model" tests/integration
@@ -50,6 +50,9 @@ test-simulation: $(STAMP) ## seeded schedules of faults under a virtual clock
 
 test-e2e: $(STAMP) ## whole clusters of real processes, the real model included
 	$(BIN)/pytest -q tests/e2e && $(BIN)/pytest -q -m model tests/integration
+
+test-nightly: $(STAMP) ## what takes longer than a pull request should
+	$(BIN)/pytest -q -m nightly tests
 
 demo: $(STAMP) ## a real model split in two answers a question; prints where the time went
 	$(BIN)/isthmus demo

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+# Before torch is imported, here and in every process that a test starts: tests share the cores with each other, and
+# more threads than cores make the small matrices of the tests ten times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
