@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py [--quick] [--json FILE]
 
 Same messages (a KvRequest there, a TransferNotice back), same two processes, all cases interleaved, medians of rounds.
-Two kinds of ZeroMQ client are measured: a thread blocked in recv, and one inside asyncio, as a service needs it.
+ZeroMQ is measured twice: both ends blocked in recv, and both inside asyncio, as a service needs it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Cases:
 
 async def measure(rounds: int, calls: int) -> dict[str, float]:
     """Median of every case over `rounds` interleaved rounds."""
-    servers = Server(exchange_grpc.serve), Server(exchange_zmq.serve)
+    servers = Server(exchange_grpc.serve), Server(exchange_zmq.serve), Server(exchange_zmq.serve_asyncio)
     ours = exchange_grpc.Peer(servers[0].port)
-    thread, loop = exchange_zmq.BlockingPeer(servers[1].port), exchange_zmq.AsyncPeer(servers[1].port)
+    thread, loop = exchange_zmq.BlockingPeer(servers[1].port), exchange_zmq.AsyncPeer(servers[2].port)
     try:
         cases = Cases(ours, thread, loop, calls).all()
         samples: defaultdict[str, list[float]] = defaultdict(list)

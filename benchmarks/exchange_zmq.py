@@ -1,17 +1,19 @@
 """The same exchange over ZeroMQ: ROUTER bound by the context side, DEALER on the generation side, msgpack maps.
 
-The server is a thread blocked in recv, as today's systems have it. The client comes in both kinds: blocked in a thread,
-and inside asyncio.
+Both ends blocked in recv, as today's systems have it (a thread of its own on each side), or both inside asyncio with
+uvloop, as a service needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgpack
 import numpy as np
+import uvloop
 import zmq
 import zmq.asyncio
 from exchange import answer, request
@@ -97,6 +99,28 @@ def serve(ready: Connection) -> None:
         identity, data = socket.recv_multipart()
         for notice in answer(unpack_request(data)):
             socket.send_multipart([identity, pack_notice(notice)])
+
+
+def serve_asyncio(ready: Connection) -> None:
+    """Process main, inside an event loop."""
+    uvloop.run(_serve(ready))
+
+
+async def _serve(ready: Connection) -> None:
+    socket = zmq.asyncio.Context().socket(zmq.ROUTER)
+    ready.send(socket.bind_to_random_port("tcp://127.0.0.1"))
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(ready.fileno(), gone.set)
+
+    async def answer_all() -> None:
+        while True:
+            identity, data = await socket.recv_multipart()
+            for notice in answer(unpack_request(data)):
+                await socket.send_multipart([identity, pack_notice(notice)])
+
+    answering = asyncio.create_task(answer_all())
+    await gone.wait()
+    answering.cancel()
 
 
 class BlockingPeer:

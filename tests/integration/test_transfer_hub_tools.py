@@ -159,9 +159,7 @@ async def test_a_pair_is_measured_before_its_first_use():
 async def test_a_pair_on_another_path_is_refused_with_both_values(monkeypatch, peer_scratch):
     async with Pair(peer_scratch=peer_scratch) as pair:
         # The way can only be wrong when the pair meets: at start this agent may still hope for it.
-        monkeypatch.setattr(
-            pair.context.rank, "_probing", ProbePolicy(pair.keep[0][0], require_path="cma")
-        )
+        monkeypatch.setattr(pair.context.rank, "_probing", ProbePolicy(pair.keep[0][0], require_path="cma"))
         pair.generation.hub.set_context_peers([pair.context.address])
         await until(lambda: any(one.state is PairState.INCOMPATIBLE for one in pair.generation.hub.pairs()))
         (status,) = pair.generation.hub.pairs()

@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from array import array
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from isthmus.v1 import coordinator_service_pb2, worker_service_pb2
+from isthmus.v1 import worker_service_pb2
 
-from fake_coordinator import FakeCoordinator, Response
 from isthmus_core.errors import from_rpc_error
 from mock_oracle import oracle
-from worker_process import CONTEXT, GENERATION, WorkerProcess, leg, tokens, worker
+from worker_pair import Pair, running_pair
+from worker_process import GENERATION, leg, tokens
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
-READY = coordinator_service_pb2.PAIR_STATE_READY
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two workers, and what the coordinator of the generation instance was told."""
-
-    context: WorkerProcess
-    generation: WorkerProcess
-    heard: FakeCoordinator
-
-    async def prefill(self, prompt: list[int], max_tokens: int, number: int = 0) -> tuple[list[int], Any]:
-        """First tokens and ContextPhaseParams."""
-        request = leg(prompt, max_tokens, kind=CONTEXT, number=number)
-        answers = [answer async for answer in self.context.stub.Generate(request, timeout=60)]
-        params = answers[-1].context_ready.params
-        return [token for one in params.first_tokens for token in array("I", one.tokens.le_uint32)], params
-
-    async def decode(self, prompt: list[int], max_tokens: int, params: Any, number: int = 0) -> list[Any]:
-        """Answers of the generation leg."""
-        request = leg(prompt, max_tokens, kind=GENERATION, number=number, params=params)
-        return [answer async for answer in self.generation.stub.Generate(request, timeout=60)]
-
-    async def idle(self) -> None:
-        for one in (self.context, self.generation):
-            await one.idle()
-            while True:
-                sessions = await one.sessions()
-                if not sessions.sessions and not sessions.open_requests:
-                    break
-                await asyncio.sleep(0.02)
-            assert sessions.free_pages == sessions.total_pages
 
 
 @pytest.fixture(name="on_failure")
@@ -62,26 +26,9 @@ def _on_failure() -> str:
 
 @pytest.fixture(name="pair")
 async def _pair(tmp_path: Path, on_failure: str) -> AsyncGenerator[Pair, None]:
-    async with AsyncExitStack() as stack:
-        for_context = await stack.enter_async_context(FakeCoordinator())
-        heard = await stack.enter_async_context(FakeCoordinator())
-        common = (
-            "transfer.handoff_hold_s=3",
-            "engine.mock.decode_us=1000",
-            f"transfer.on_transfer_failure={on_failure}",
-        )
-        context = await stack.enter_async_context(
-            worker(tmp_path, for_context.address, "worker.role=context", "worker.instance_id=c-0", *common)
-        )
-        generation = await stack.enter_async_context(
-            worker(tmp_path, heard.address, "worker.role=generation", "worker.instance_id=g-0", *common)
-        )
-        assert await context.serving(), context.log
-        assert await generation.serving(), generation.log
-        instance = for_context.said("hello")[0].instance
-        heard.send(Response(peers=coordinator_service_pb2.PeerSet(context_instances=[instance])))
-        await heard.until(lambda: any(pair.state == READY for pair in heard.said("pair")))
-        yield Pair(context, generation, heard)
+    settings = ("transfer.handoff_hold_s=3", "engine.mock.decode_us=1000")
+    async with running_pair(tmp_path, *settings, f"transfer.on_transfer_failure={on_failure}") as pair:
+        yield pair
 
 
 async def test_a_cache_prefilled_here_is_decoded_there(pair: Pair):

@@ -2,8 +2,9 @@
 
     python nixl_rank.py SOCKET_FD LAYOUT BLOCKS UNIT PRIVATE_FD
 
-Serves the rank socket like an engine process does. On PRIVATE_FD it answers `dump` with its memory, and `fill N` (N
-blocks of position-coded bytes) with its memory after that, so that a test can compare bytes.
+Serves the rank socket like an engine process does. On PRIVATE_FD it answers `dump` with its memory, `digest` with a
+digest of it, `paint` after filling it with a pattern, and `fill N` (N blocks of position-coded bytes) with its memory
+after that, so that a test can compare.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import sys
 
 import numpy as np
+import xxhash
 
 from isthmus_core.framing import FrameSocket
 from isthmus_core.process import leave
@@ -34,6 +36,11 @@ def main() -> int:
         command, *arguments = frame.decode().split()
         if command == "dump":
             private.send(storage.memory.tobytes())
+        elif command == "digest":
+            private.send(xxhash.xxh3_128_digest(storage.memory.data))
+        elif command == "paint":
+            storage.memory[:] = np.arange(len(storage.memory), dtype=np.uint32) % 251
+            private.send(b"painted")
         elif command == "fill":
             storage.fill(np.arange(int(arguments[0]), dtype=np.int32), seed=5)
             private.send(storage.memory.tobytes())

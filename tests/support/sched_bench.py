@@ -94,6 +94,11 @@ class Trail:
             self.reasons[chunk.sample] = chunk.reason
 
 
+def _root(salt: bytes) -> bytes:
+    """Parent of first blocks."""
+    return b"root" + salt
+
+
 class PoisonedRunner:
     """The mock, whose logits are not finite for rows that hold the poisoned token."""
 
@@ -144,8 +149,7 @@ class Bench:
         limits = Limits(
             role, 257, max_model_len, tokens_per_block, num_blocks, max_running, max_batch_tokens, max_waiting
         )
-        root = (lambda salt: b"root" + salt) if prefix_caching else None
-        memory = Memory(self.blocks, root)
+        memory = Memory(self.blocks, _root if prefix_caching else None)
         self.scheduler = Scheduler(limits, memory, self._event, Handoffs(self.transceiver, 1, 30.0, window))
         self._executor = self.runner if poison is None else PoisonedRunner(self.runner, poison)
 
@@ -162,15 +166,16 @@ class Bench:
         leg: RequestType | None = None,
         phase: ContextPhase | None = None,
         salt: bytes = b"",
+        at_once: bool = False,
         **sampling: Any,
     ) -> RequestKey:
-        """A request of this instance's role, or what the arguments say."""
+        """A request of this instance's role, or what the arguments say. `at_once`: the other leg starts too."""
         key = key or new_key()
-        if (leg or LEGS[self.role]) is RequestType.GENERATION_ONLY and phase is None:
+        if (leg or LEGS[self.role]) is RequestType.GENERATION_ONLY and phase is None and not at_once:
             chunks = [Tokens(tuple(first), sample) for sample in range(sampling.get("n", 1))]
             phase = ContextPhase(key, tuple(chunks), len(prompt), HOLDER)
         chosen = Sampling(max_tokens, tuple(stop), **sampling)
-        return self.submit_as(prompt, chosen, key=key, leg=leg, phase=phase, salt=salt)
+        return self.submit_as(prompt, chosen, key=key, leg=leg, phase=phase, salt=salt, at_once=at_once)
 
     def submit_as(
         self,
@@ -181,10 +186,14 @@ class Bench:
         leg: RequestType | None = None,
         phase: ContextPhase | None = None,
         salt: bytes = b"",
+        at_once: bool = False,
     ) -> RequestKey:
         """As `submit`, with everything said."""
         leg = leg or LEGS[self.role]
-        self.scheduler.submit(EngineRequest(key, leg, tuple(prompt), sampling, phase, cache_salt=salt), self.now)
+        waits = at_once and leg is RequestType.CONTEXT_ONLY
+        context = HOLDER if at_once and leg is RequestType.GENERATION_ONLY else None
+        request = EngineRequest(key, leg, tuple(prompt), sampling, phase, None, salt, context, waits)
+        self.scheduler.submit(request, self.now)
         self.trails[key] = Trail()
         return key
 
@@ -236,7 +245,7 @@ class Bench:
 
     def deliver_send(self, key: RequestKey, failure: TransferFailure = TransferFailure.NONE) -> None:
         """The offer is over."""
-        del self.exposed[key]
+        self.exposed.pop(key, None)  # nothing is, when it ends before its first chunk
         self.transceiver.deliver(SendOutcome(key, failure))
 
     def deliver_receive(

@@ -23,7 +23,7 @@ from .schedule import Schedule
 from .script import Script, generate
 
 # A worker is told what to do in pieces of this many seeds.
-CHUNK = 100
+CHUNK = 40
 
 
 @dataclass

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtransfer.config import TransferConfig
-    from kvtransfer.control.generation import PairState, PairStatus, PeerAddress
+    from kvtransfer.control.generation import PairStatus, PeerAddress
     from kvtransfer.messages import FenceAnswer, FenceWriter, PeerBody
     from kvtransfer.ports import HubToRank, HubToScheduler, SchedulerToHub
     from kvtransfer.session.actions import EndReason, PeerId
@@ -59,8 +59,6 @@ class Node:
         self.pages = Pages(name, world.random)
         self.streams: dict[int, Connection] = {}
         self.links: dict[PeerId, Connection | None] = {}
-        # The state of each pair and when it was entered.
-        self.pair_since: dict[PeerId, tuple[PairState, float]] = {}
         # No stream to these can be opened, and nothing passes, before the time.
         self.partitioned: dict[str, float] = {}
         self._down = Pipe(world, self._from_scheduler, IPC_LATENCY_S)
@@ -174,7 +172,6 @@ class Node:
 
     def pair(self, status: PairStatus) -> None:
         """The coordinator would be told."""
-        self.pair_since[status.instance_id, status.incarnation] = (status.state, self.world.now)
         self.world.note("pair", self.name, status.instance_id, status.state.name)
 
     def fence(self, peer: PeerId, endpoint: str, fence: FenceWriter) -> None:

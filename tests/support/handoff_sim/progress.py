@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.control.generation import PairState
 from kvtransfer.ports import TransferFailure
 
 from .violation import Violation
@@ -45,9 +44,9 @@ def _in_touch(attempt: Attempt, node: Node) -> bool:
     """The prompt is computed, and ever since and for long enough the two instances could talk."""
     context, now = attempt.context, node.world.now
     peer = (context.name, context.incarnation)
-    since, stream = node.pair_since.get(peer), node.links.get(peer)
+    stream = node.links.get(peer)
     # A stream may have ended without this side's having noticed.
-    if stream is None or not stream.open or since is None or since[0] is not PairState.READY or not context.alive:
+    if stream is None or not stream.open or stream.ready_at is None or not context.alive:
         return False
-    last = max(since[1], node.partitioned.get(context.name, 0.0), attempt.computed or now)
+    last = max(stream.ready_at, node.partitioned.get(context.name, 0.0), attempt.computed or now)
     return now - last >= FINE_S

@@ -64,6 +64,8 @@ class Connection:
         self._there: list[PeerBody] = []
         self._back: list[PeerBody] = []
         self.open = True
+        # Since when the generation side uses it.
+        self.ready_at: float | None = None
         context.streams[self.number] = self
         context.core.context.opened(self.number, self.world.now)
 
@@ -131,6 +133,8 @@ class Connection:
             node.core.generation.envelope(self.peer, envelope, self.world.now)
         except ProtocolError as error:
             raise Violation(f"{node.name} was told nonsense: {error}") from error
+        if self.ready_at is None and node.core.generation.is_ready(self.peer):
+            self.ready_at = self.world.now
 
     def _context_sees(self) -> None:
         self.there.cut()

@@ -19,6 +19,7 @@ ALL = [
     errors.WorkerLost("ctx-0", "prefill", KEY),
     errors.TransferFailed(KEY, "ctx-0", "peer gone"),
     errors.HandoffExpired(KEY, 30.0),
+    errors.ScheduleUnsupported("ctx-0", "too old"),
     errors.PeerIncompatible([("model.kv_dtype", "F32", "BF16", "same dtype on both sides")]),
     errors.DeadlineExceeded("prefill", 3),
     errors.RequestCancelled(),

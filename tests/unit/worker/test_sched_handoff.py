@@ -285,6 +285,9 @@ def test_an_outcome_for_a_request_that_is_not_in_a_hand_off_is_a_broken_promise(
     generation.submit(PROMPT, 9, key=phase.key, phase=phase)
 
     class Confused:
+        def check_bindings(self):
+            return []
+
         def check_context_transfer_status(self, at_least: int = 0, timeout_s: float = 0.0):
             return []
 

@@ -59,6 +59,11 @@ class RouterConfig(Section):
         default=4096, ge=1, le=1 << 20, description="open HTTP connections, idle ones included; more are refused"
     )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="running requests may take this long after SIGTERM")
+    schedule: Literal["context_first", "generation_first"] = Field(
+        default="context_first",
+        description="generation_first starts both legs of a split request at once: its cache moves while the prompt is "
+        "computed; transfer.timeout_s of the generation instance then counts from the start of the request",
+    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30, description="largest HTTP request body")
 
 

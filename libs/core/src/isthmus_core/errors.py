@@ -180,6 +180,18 @@ class HandoffExpired(IsthmusError):
         )
 
 
+class ScheduleUnsupported(IsthmusError):
+    """The two instances do not both know how to start the legs of a request at once."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, context_instance_id: str, reason: str) -> None:
+        super().__init__(
+            f"generation_first with {context_instance_id}: {reason}",
+            errors_pb2.ScheduleUnsupported(context_instance_id=context_instance_id, reason=reason),
+        )
+
+
 class PeerIncompatible(IsthmusError):
     """Two instances can not work together. `incompatibilities`: rows of (field, mine, yours, remedy)."""
 
@@ -221,6 +233,7 @@ _DETAIL_TYPES: tuple[type[Message], ...] = (
     errors_pb2.WorkerLost,
     errors_pb2.TransferFailed,
     errors_pb2.HandoffExpired,
+    errors_pb2.ScheduleUnsupported,
     errors_pb2.PeerIncompatible,
 )
 

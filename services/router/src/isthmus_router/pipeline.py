@@ -24,11 +24,22 @@ from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Span, TraceContext, Tracing
 from isthmus_router.answer import Answers, TextRules
 from isthmus_router.legs import Legs
-from isthmus_router.ports import ContextReady, Coordinator, Finished, Placement, Sampling, ServedModel, Tokens, Workers
+from isthmus_router.ports import (
+    ContextReady,
+    Coordinator,
+    Finished,
+    Placement,
+    Sampling,
+    Schedule,
+    ServedModel,
+    Tokens,
+    Workers,
+)
 from isthmus_router.preparation import budget, detokenise, resolve_model, tokenise
 from isthmus_router.reporting import attributes, complete, describe
 from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextInput, TokenInput
 from isthmus_router.sampling import check, resolve
+from isthmus_router.schedules import Schedules
 from isthmus_router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,6 +73,7 @@ class Pipeline:
         tracing: Tracing,
         *,
         max_text_bytes: int,
+        schedule: Schedule = Schedule.CONTEXT_FIRST,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator = coordinator
@@ -69,6 +81,7 @@ class Pipeline:
         self._tokenizers = tokenizers
         self._tracing = tracing
         self._max_text_bytes = max_text_bytes
+        self._schedules = Schedules(schedule)
         self._clock = clock
         self._executor = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokeniser")
         self._aborts: set[asyncio.Task[None]] = set()
@@ -222,7 +235,10 @@ class Pipeline:
         report = RequestReport()
         first_token_s: float | None = None
         handed_off = False
-        async with aclosing(self._legs(request, routed, span).run()) as events:
+        legs = self._legs(request, routed, span)
+        if legs.schedule is not None:
+            span.set("isthmus.schedule", legs.schedule.value)
+        async with aclosing(legs.run()) as events:
             async for event in events:
                 match event:
                     case Tokens():
@@ -246,6 +262,8 @@ class Pipeline:
             else:
                 raise InternalError(f"the legs of request {routed.key} ended without an end")
         total_s = self._clock() - request.arrived
+        if legs.schedule is not None:
+            span.set("isthmus.schedule", legs.schedule.value)  # as it turned out
         complete(report, routed.placement, handed_off, routed.route_s, first_token_s, total_s)
         describe(span, answers.reasons, answers.tokens, report)
         cached = report.cached_tokens
@@ -263,6 +281,7 @@ class Pipeline:
             left=lambda: self._left(request, routed.deadline),
             timeout_s=request.timeout_s,
             withdraw=self._withdraw,
+            schedules=self._schedules,
         )
 
     def _left(self, request: GenerateRequest, deadline: float) -> float:

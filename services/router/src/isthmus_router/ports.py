@@ -113,10 +113,20 @@ class Sampling:
     logprobs: int | None = None
 
 
+class Schedule(Enum):
+    """When the generation leg of a split request starts: after the context leg, or at the same time."""
+
+    CONTEXT_FIRST = "context_first"
+    GENERATION_FIRST = "generation_first"
+
+
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One call of a worker. `context_phase` is set exactly for GENERATION; it is passed on unread, so that fields that
-    this router does not know reach the generation instance. Requests with different `cache_salt` share no cache."""
+    """One call of a worker. GENERATION has either `context_phase`, or `context` when both legs start at once.
+
+    `context_phase` is passed on unread, so that fields that this router does not know reach the generation instance.
+    Requests with different `cache_salt` share no cache. `generation_waits`: a CONTEXT leg started at the same time.
+    """
 
     key: RequestKey
     kind: LegKind
@@ -124,6 +134,8 @@ class Leg:
     sampling: Sampling
     cache_salt: bytes = b""
     context_phase: ContextPhaseParams | None = None
+    context: InstanceRef | None = None
+    generation_waits: bool = False
 
 
 class FinishReason(Enum):

@@ -16,6 +16,7 @@ from isthmus_router.coordinator_client import CoordinatorClient
 from isthmus_router.front import serve, unless_stopping
 from isthmus_router.http.server import bind
 from isthmus_router.pipeline import Pipeline
+from isthmus_router.ports import Schedule
 from isthmus_router.tokenizer import open_tokenizer
 from isthmus_router.worker_client import WorkerClient
 
@@ -50,7 +51,8 @@ async def main(context: ServiceContext) -> None:
         tracing = Tracing.from_config(config.telemetry, "isthmus-router", {"service.instance.id": router_id})
         workers = WorkerClient(config.tls)
         limit = config.router.max_body_bytes
-        pipeline = Pipeline(coordinator, workers, tokenizers, tracing, max_text_bytes=limit)
+        schedule = Schedule(config.router.schedule)
+        pipeline = Pipeline(coordinator, workers, tokenizers, tracing, max_text_bytes=limit, schedule=schedule)
         try:
             if await unless_stopping(context.stopping, coordinator.start()):
                 await serve(config.router, config.tls, pipeline, http_socket, context.stopping)

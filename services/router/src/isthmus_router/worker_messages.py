@@ -35,6 +35,14 @@ def to_request(leg: Leg) -> worker_service_pb2.WorkerServiceGenerateRequest:
         sampling=_sampling(leg.sampling),
         context_phase=leg.context_phase,
         cache_salt=leg.cache_salt,
+        context_instance=None if leg.context is None else _instance(leg.context),
+        generation_waits=leg.generation_waits,
+    )
+
+
+def _instance(instance: InstanceRef) -> generation_pb2.ContextInstance:
+    return generation_pb2.ContextInstance(
+        endpoint=instance.endpoint, instance_id=instance.instance_id, incarnation=instance.incarnation
     )
 
 

@@ -86,7 +86,11 @@ class ContextPhase:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One leg of a request. `context_phase` is set exactly when `request_type` is GENERATION_ONLY."""
+    """One leg of a request. A GENERATION_ONLY leg has either the `context_phase` of a context leg that is done, or the
+    `context` instance whose leg was started at the same time; no other leg has one of them.
+
+    `generation_waits`: a CONTEXT_ONLY leg whose generation leg was started at the same time.
+    """
 
     key: RequestKey
     request_type: RequestType
@@ -95,6 +99,8 @@ class EngineRequest:
     context_phase: ContextPhase | None = None
     trace: TraceContext | None = None
     cache_salt: bytes = b""
+    context: Holder | None = None
+    generation_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

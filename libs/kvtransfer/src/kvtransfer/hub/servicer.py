@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc, transfer_tools_pb2
 
 from isthmus_core.errors import IsthmusError, Unreachable
@@ -75,7 +76,7 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
             async for request in requests:
                 self._hub.stream_envelope(number, envelope_from_pb(request))
             outbox.end(EndReason.UNNEEDED, "the peer has ended the stream")
-        except (ProtocolError, WireError) as error:
+        except (ProtocolError, WireError, DecodeError) as error:
             log.warning("stream %d ended, the peer broke the protocol: %s", number, error)
             outbox.end(EndReason.PROTOCOL, str(error))
         except grpc.aio.BaseError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -19,7 +20,17 @@ from kvtransfer.ports import (
     TransferStats,
     WriterOutcome,
 )
-from kvtransfer.wire._read import MAX_REASON_SENT, array, enum, limited, present, seconds, text, write_duration
+from kvtransfer.wire._read import (
+    MAX_REASON_SENT,
+    MAX_TEXT,
+    array,
+    enum,
+    limited,
+    present,
+    seconds,
+    text,
+    write_duration,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +43,7 @@ MAX_EXTENTS = 1 << 14
 MAX_INCOMPATIBILITIES = 1 << 12
 
 _I32 = np.dtype("<i4")
+_OUTCOMES = {one.value: one for one in WriterOutcome}
 
 
 def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
@@ -82,20 +94,22 @@ def trace_from_pb(pb: common_pb2.TraceContext, field: str = "trace") -> TraceCon
 
 def destination_blocks_to_pb(blocks: RankBlocks) -> transfer_pb2.DestinationBlocks:
     """Blocks in a KvRequest or WriteOrder."""
-    return transfer_pb2.DestinationBlocks(
-        rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks), begin=blocks.begin
-    )
+    pb = transfer_pb2.DestinationBlocks(rank=blocks.rank, layer_group=blocks.layer_group, begin=blocks.begin)
+    _write_ids(blocks, pb.blocks)
+    return pb
 
 
 def rank_blocks_to_pb(blocks: RankBlocks) -> transfer_ipc_pb2.RankBlocks:
     """Blocks in a local message."""
-    return transfer_ipc_pb2.RankBlocks(
-        rank=blocks.rank, layer_group=blocks.layer_group, blocks=_ids_to_pb(blocks), begin=blocks.begin
-    )
+    pb = transfer_ipc_pb2.RankBlocks(rank=blocks.rank, layer_group=blocks.layer_group, begin=blocks.begin)
+    _write_ids(blocks, pb.blocks)
+    return pb
 
 
-def _ids_to_pb(blocks: RankBlocks) -> common_pb2.BlockIds:
-    return common_pb2.BlockIds(le_int32=blocks.blocks.astype(_I32, copy=False).tobytes())
+def _write_ids(blocks: RankBlocks, pb: common_pb2.BlockIds) -> None:
+    # In place, also when the list is empty: the message must be there.
+    pb.SetInParent()
+    pb.le_int32 = blocks.blocks.astype(_I32, copy=False).tobytes()
 
 
 def block_lists_from_pb(
@@ -104,13 +118,20 @@ def block_lists_from_pb(
     """All lists of one message. Raises WireError on malformed lengths, too many ids, or a (rank, group) named twice."""
     limited(pbs, MAX_BLOCK_LISTS, field)
     lists: list[RankBlocks] = []
+    places: set[tuple[int, int]] = set()
     room = MAX_BLOCK_IDS
-    for i, pb in enumerate(pbs):
-        present(pb, "blocks", f"{field}[{i}]")
-        ids = array(pb.blocks.le_int32, _I32, room, f"{field}[{i}].blocks")
-        room -= len(ids)
-        lists.append(RankBlocks(pb.rank, pb.layer_group, ids, pb.begin))
-    if len({(one.rank, one.layer_group) for one in lists}) != len(lists):
+    for pb in pbs:
+        data = pb.blocks.le_int32
+        room -= len(data) >> 2
+        # Names of fields are made only for what is refused: a request of a large instance has hundreds of lists.
+        if len(data) & 3 or room < 0 or not pb.HasField("blocks"):
+            at = f"{field}[{len(lists)}]"
+            present(pb, "blocks", at)
+            array(data, _I32, room + (len(data) >> 2), f"{at}.blocks")
+        rank, group = pb.rank, pb.layer_group
+        places.add((rank, group))
+        lists.append(RankBlocks(rank, group, np.frombuffer(data, _I32), pb.begin))
+    if len(places) != len(lists):
         raise WireError(field, "names a (rank, layer group) twice")
     return tuple(lists)
 
@@ -146,17 +167,17 @@ def _write_stats(stats: TransferStats, pb: transfer_pb2.TransferStats) -> None:
     write_duration(stats.wire, pb.wire)
 
 
-def stats_from_pb(pb: transfer_pb2.TransferStats, field: str = "stats") -> TransferStats:
-    """Raises WireError for negative durations."""
-    return TransferStats(
-        bytes=pb.bytes,
-        descriptors=pb.descriptors,
-        path=text(pb.path, f"{field}.path"),
-        queue=seconds(pb.queue, f"{field}.queue"),
-        plan=seconds(pb.plan, f"{field}.plan"),
-        post=seconds(pb.post, f"{field}.post"),
-        wire=seconds(pb.wire, f"{field}.wire"),
-    )
+def stats_from_pb(pb: transfer_pb2.TransferStats, field: str = "stats", part: str = "") -> TransferStats:
+    """Raises WireError for negative durations. The name of the message is `field` and `part`."""
+    path, times = pb.path, list[float]()
+    for value in (pb.queue, pb.plan, pb.post, pb.wire):
+        whole, nanos = value.seconds, value.nanos
+        if whole < 0 or not 0 <= nanos < 1_000_000_000:
+            seconds(value, f"{field}{part}.{('queue', 'plan', 'post', 'wire')[len(times)]}")
+        times.append(whole + nanos / 1e9)
+    if len(path) > MAX_TEXT:
+        text(path, f"{field}{part}.path")
+    return TransferStats(pb.bytes, pb.descriptors, path, *times)
 
 
 def notice_to_pb(notice: TransferNotice) -> transfer_pb2.TransferNotice:
@@ -186,27 +207,51 @@ def notice_to_pb(notice: TransferNotice) -> transfer_pb2.TransferNotice:
 
 
 def notice_from_pb(pb: transfer_pb2.TransferNotice, field: str = "transfer_notice") -> TransferNotice:
-    """Raises WireError for an unknown outcome, missing parts or extents that run backwards."""
-    present(pb, "key", field)
-    limited(pb.extents, MAX_EXTENTS, f"{field}.extents")
-    if pb.not_held and pb.outcome != WriterOutcome.NEVER_STARTED.value:
+    """Raises WireError for an unknown outcome, missing parts or extents that run backwards.
+
+    One for each pair of ranks and request: names of fields are made only for what is refused.
+    """
+    key, reason, extents, not_held = pb.key, pb.reason, pb.extents, pb.not_held
+    outcome = _OUTCOMES.get(pb.outcome)
+    if (
+        outcome is None
+        or len(reason) > MAX_TEXT
+        or len(extents) > MAX_EXTENTS
+        or not pb.HasField("key")
+        or not MIN_REQUEST_ID <= key.request_id < MAX_REQUEST_ID
+    ):
+        present(pb, "key", field)
+        key_from_pb(key, f"{field}.key")
+        limited(extents, MAX_EXTENTS, f"{field}.extents")
+        text(reason, f"{field}.reason")
+        outcome = enum(WriterOutcome, pb.outcome, f"{field}.outcome")
+    if not_held and outcome is not WriterOutcome.NEVER_STARTED:
         raise WireError(f"{field}.not_held", "true although the writer has started")
     return TransferNotice(
-        key=key_from_pb(pb.key, f"{field}.key"),
-        src_rank=pb.src_rank,
-        dst_rank=pb.dst_rank,
-        outcome=enum(WriterOutcome, pb.outcome, f"{field}.outcome"),
-        extents=tuple(_extent_from_pb(extent, f"{field}.extents[{i}]") for i, extent in enumerate(pb.extents)),
-        reason=text(pb.reason, f"{field}.reason"),
-        stats=stats_from_pb(pb.stats, f"{field}.stats"),
-        not_held=pb.not_held,
-        receive=pb.receive,
+        RequestKey(key.request_id, key.attempt),
+        pb.src_rank,
+        pb.dst_rank,
+        outcome,
+        tuple([_extent_from_pb(extent, field, i) for i, extent in enumerate(extents)]),
+        reason,
+        stats_from_pb(pb.stats, field, ".stats"),
+        not_held,
+        pb.receive,
     )
 
 
-def _extent_from_pb(pb: transfer_pb2.DeliveredExtent, field: str) -> Extent:
-    present(pb, "tokens", field)
-    if pb.layer_begin >= pb.layer_end:
-        raise WireError(f"{field}.layer_end", f"layers [{pb.layer_begin}, {pb.layer_end}) are empty or run backwards")
-    tokens = tokens_from_pb(pb.tokens, f"{field}.tokens")
-    return Extent(pb.layer_group, pb.view, tokens, pb.layer_begin, pb.layer_end)
+def _extent_from_pb(pb: transfer_pb2.DeliveredExtent, field: str, number: int) -> Extent:
+    tokens, layer_begin, layer_end = pb.tokens, pb.layer_begin, pb.layer_end
+    begin, end = tokens.begin, tokens.end
+    if begin > end or layer_begin >= layer_end or not pb.HasField("tokens"):
+        at = f"{field}.extents[{number}]"
+        present(pb, "tokens", at)
+        tokens_from_pb(tokens, f"{at}.tokens")
+        raise WireError(f"{at}.layer_end", f"layers [{layer_begin}, {layer_end}) are empty or run backwards")
+    return _extent(pb.layer_group, pb.view, begin, end, layer_begin, layer_end)
+
+
+@lru_cache(maxsize=1024)
+def _extent(layer_group: int, view: int, begin: int, end: int, layer_begin: int, layer_end: int) -> Extent:
+    """The notices of one request say much the same: its writers share the tokens and most of the layers."""
+    return Extent(layer_group, view, TokenRange(begin, end), layer_begin, layer_end)

@@ -94,7 +94,13 @@ def _request_from_pb(pb: engine_ipc_pb2.SubmitCommand) -> EngineRequest:
         context_phase=_context_phase_from_pb(pb.context_phase) if pb.HasField("context_phase") else None,
         trace=trace_from_pb(pb.trace) if pb.HasField("trace") else None,
         cache_salt=pb.cache_salt,
+        context=_holder(pb.context_instance) if pb.HasField("context_instance") else None,
+        generation_waits=pb.generation_waits,
     )
+
+
+def _holder(pb: generation_pb2.ContextPhaseParams | generation_pb2.ContextInstance) -> Holder:
+    return Holder(pb.endpoint, pb.instance_id, pb.incarnation)
 
 
 def _context_phase_from_pb(pb: generation_pb2.ContextPhaseParams) -> ContextPhase:
@@ -102,7 +108,7 @@ def _context_phase_from_pb(pb: generation_pb2.ContextPhaseParams) -> ContextPhas
         key=key_from_pb(pb.key),
         first_tokens=tuple(chunk_from_pb(one) for one in pb.first_tokens),
         prompt_tokens=pb.prompt_tokens,
-        holder=Holder(pb.endpoint, pb.instance_id, pb.incarnation),
+        holder=_holder(pb),
     )
 
 

@@ -38,6 +38,9 @@ class LegSpan:
                 "isthmus.max_tokens": request.sampling.max_tokens,
             },
         )
+        if request.request_type is not RequestType.CONTEXT_AND_GENERATION:
+            at_once = request.context is not None or request.generation_waits
+            self._span.set("isthmus.schedule", "generation_first" if at_once else "context_first")
         self.context: TraceContext | None = self._span.context or request.trace
 
     def succeed(self, report: LegReport, reasons: Collection[FinishReason]) -> None:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where an answer is. Blocks are held in all phases but WAITING and RELEASED."""
+    """Where an answer is. Blocks are held in all phases but AWAITING, WAITING and RELEASED."""
 
+    # Generation leg: its context leg was started at the same time and has not been scheduled yet, or the cache did not
+    # come and the first tokens are not known yet. Not in the queue.
+    AWAITING = "awaiting"
     # In the queue.
     WAITING = "waiting"
     # Generation leg: its blocks are exposed, the cache is on its way.
@@ -38,9 +41,10 @@ class Phase(Enum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.AWAITING: frozenset({Phase.WAITING, Phase.RELEASED}),
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.RECEIVING, Phase.RELEASED}),
     Phase.RECEIVING: frozenset({Phase.DECODE, Phase.WAITING, Phase.DRAINING, Phase.RELEASED}),
-    Phase.PREFILL: frozenset({Phase.DECODE, Phase.OFFERED, Phase.WAITING, Phase.RELEASED}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.OFFERED, Phase.WAITING, Phase.DRAINING, Phase.RELEASED}),
     Phase.DECODE: frozenset({Phase.WAITING, Phase.RELEASED}),
     Phase.OFFERED: frozenset({Phase.DRAINING, Phase.RELEASED}),
     Phase.DRAINING: frozenset({Phase.RELEASED}),

@@ -1,11 +1,15 @@
-"""The scheduler's use of the transceiver: offer, ask, cancel, and what the outcomes mean for a client."""
+"""The scheduler's use of the transceiver: offer, ask, cancel, and what the outcomes mean for a client.
+
+When both legs of a request start at once: intend, bind, offer in chunks, and the first tokens over the stream.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from isthmus_core.errors import HandoffExpired, InternalError, IsthmusError, TransferFailed
-from kvtransfer.ports import RankBlocks, ReceiveRequest, TokenRange, TransferFailure
+from isthmus_core.errors import HandoffExpired, InternalError, IsthmusError, ScheduleUnsupported, TransferFailed
+from isthmus_worker.wire.tokens import first_tokens_from_bytes, first_tokens_to_bytes
+from kvtransfer.ports import RankBlocks, ReceiveIntent, ReceiveRequest, TokenRange, TransferFailure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,15 +18,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from isthmus_core.keys import RequestKey
+    from isthmus_worker.engine import Tokens
     from isthmus_worker.scheduler.request import Request
-    from kvtransfer.ports import ReceiveOutcome, SendOutcome
+    from kvtransfer.ports import BindFailed, BindNews, Holder, ReceiveOutcome, SendOutcome
     from kvtransfer.transceiver.policy import Next
 
 
 class Transceiver(Protocol):
     """The part of `kvtransfer.transceiver.scheduler.SchedulerTransceiver` that the scheduler uses."""
 
-    def respond_and_send_async(self, key: RequestKey, tokens: TokenRange, sources: Sequence[RankBlocks]) -> None: ...
+    def respond_and_send_async(
+        self, key: RequestKey, tokens: TokenRange, sources: Sequence[RankBlocks], *, is_last: bool = True
+    ) -> None: ...
+
+    def bind_context(self, key: RequestKey, dp_rank: int = 0) -> None: ...
+
+    def send_first_tokens(self, key: RequestKey, payload: bytes) -> None: ...
+
+    def intend_to_receive(self, intent: ReceiveIntent) -> None: ...
+
+    def check_bindings(self) -> list[BindNews]: ...
 
     def request_and_receive_async(self, request: ReceiveRequest) -> None: ...
 
@@ -55,22 +70,44 @@ class Handoffs:
         the next token can see."""
         return self._window is None or request.prompt_length <= self._window
 
-    def offer(self, request: Request, blocks: NDArray[np.int32]) -> None:
-        """Offers the KV of the prompt. The blocks stay pinned until its SendOutcome."""
-        tokens = TokenRange(0, request.prompt_length)
-        self._transceiver.respond_and_send_async(request.key, tokens, self._lists(blocks))
+    def bind(self, request: Request) -> None:
+        """The context leg is scheduled: a generation leg that waits for it may expose its pages."""
+        self._transceiver.bind_context(request.key)
+
+    def offer(self, request: Request, blocks: NDArray[np.int32], end: int) -> None:
+        """Offers the KV of the prompt up to token `end`, whose blocks are given. They stay pinned until the
+        SendOutcome."""
+        tokens, is_last = TokenRange(request.offered, end), end == request.prompt_length
+        self._transceiver.respond_and_send_async(request.key, tokens, self._lists(blocks), is_last=is_last)
+        request.offered = end
+
+    def send_first(self, request: Request, first_tokens: Sequence[Tokens]) -> None:
+        """What the prefill of a bound context leg has sampled."""
+        self._transceiver.send_first_tokens(request.key, first_tokens_to_bytes(first_tokens))
+
+    def intend(self, request: Request) -> None:
+        """The generation leg waits for its context leg."""
+        self._transceiver.intend_to_receive(ReceiveIntent(request.key, _holder(request), request.source.trace))
+
+    def bindings(self) -> list[BindNews]:
+        """News of context legs that are waited for."""
+        return self._transceiver.check_bindings()
+
+    def first_tokens(self, request: Request, payload: bytes) -> tuple[Tokens, ...]:
+        """What the context leg has sampled. Raises TransferFailed when it can not be read."""
+        try:
+            return first_tokens_from_bytes(payload)
+        except ValueError as error:
+            raise TransferFailed(request.key, _holder(request).instance_id, f"first tokens: {error}") from error
 
     def receive(self, request: Request, blocks: NDArray[np.int32]) -> None:
         """Exposes blocks and asks for the KV of the prompt. They stay exposed until a settled ReceiveOutcome.
 
         The executor is synchronous: no kernel of a former owner of the blocks is running.
         """
-        phase = request.source.context_phase
-        if phase is None:
-            raise InternalError(f"request {request.key} has no context phase to receive from")
         tokens = TokenRange(0, request.prompt_length)
         self._transceiver.request_and_receive_async(
-            ReceiveRequest(request.key, tokens, self._lists(blocks), phase.holder, request.source.trace)
+            ReceiveRequest(request.key, tokens, self._lists(blocks), _holder(request), request.source.trace)
         )
 
     def cancel(self, key: RequestKey) -> bool:
@@ -101,10 +138,24 @@ class Handoffs:
         """What the client of a failed hand-off is told."""
         if outcome.failure in (TransferFailure.EXPIRED, TransferFailure.NOT_HELD):
             return HandoffExpired(request.key, self._hold_s, outcome.reason)
-        phase = request.source.context_phase
-        holder = "an unknown instance" if phase is None else phase.holder.instance_id
         reason = outcome.reason or outcome.failure.name.lower().replace("_", " ")
-        return TransferFailed(request.key, holder, reason)
+        return TransferFailed(request.key, _holder(request).instance_id, reason)
+
+    def unbound(self, request: Request, news: BindFailed) -> IsthmusError:
+        """What the client of a leg is told that waits for a context leg in vain."""
+        if news.failure is TransferFailure.PEER_UNKNOWN:
+            return ScheduleUnsupported(_holder(request).instance_id, news.reason)
+        return TransferFailed(request.key, _holder(request).instance_id, news.reason)
 
     def _lists(self, blocks: NDArray[np.int32]) -> tuple[RankBlocks, ...]:
         return tuple(RankBlocks(0, group, blocks) for group in range(self._layer_groups))
+
+
+def _holder(request: Request) -> Holder:
+    """Who has, or will have, the KV of the prompt of a generation leg."""
+    phase, context = request.source.context_phase, request.source.context
+    if context is not None:
+        return context
+    if phase is None:
+        raise InternalError(f"request {request.key} has no context instance to receive from")
+    return phase.holder

@@ -54,6 +54,8 @@ class Limits:
             if phase is not None:
                 raise InvalidRequest("context_phase", "present", f"leave it out ({request.request_type.name})")
             return
+        if request.context is not None:
+            return  # see `check_first_tokens`
         if phase is None:
             raise InvalidRequest("context_phase", "absent", "send what the context leg answered")
         if phase.key != request.key:
@@ -61,19 +63,22 @@ class Limits:
         if phase.prompt_tokens != len(request.prompt):
             remedy = f"must be the length of the prompt, {len(request.prompt)}"
             raise InvalidRequest("context_phase.prompt_tokens", str(phase.prompt_tokens), remedy)
-        self._check_first_tokens(phase.first_tokens, request.sampling)
+        self.check_first_tokens(phase.first_tokens, request.sampling)
+        if all(chunk.reason is not None for chunk in phase.first_tokens):
+            raise InvalidRequest("context_phase.first_tokens", "every answer has ended", "nothing is left to generate")
 
-    def _check_first_tokens(self, chunks: tuple[Tokens, ...], sampling: Sampling) -> None:
+    def check_first_tokens(self, chunks: tuple[Tokens, ...], sampling: Sampling) -> None:
+        """Raises InvalidRequest unless these can be what the context leg of such a request has sampled."""
         field = "context_phase.first_tokens"
         if [one.sample for one in chunks] != list(range(sampling.n)):
             samples = ", ".join(str(one.sample) for one in chunks)
             raise InvalidRequest(field, f"answers {samples}", f"send one chunk for each answer in [0, {sampling.n})")
         for chunk in chunks:
             self._check_tokens(field, chunk.ids)
+            if len(chunk.ids) > sampling.max_tokens:
+                raise InvalidRequest(field, f"{len(chunk.ids)} tokens", f"at most {sampling.max_tokens} (max_tokens)")
         going_on = [chunk.ids for chunk in chunks if chunk.reason is None]
-        if not going_on:
-            raise InvalidRequest(field, "every answer has ended", "nothing is left to generate")
-        longest = max(len(ids) for ids in going_on)
+        longest = max((len(ids) for ids in going_on), default=0)
         if longest >= sampling.max_tokens:
             raise InvalidRequest(
                 "sampling.max_tokens",

@@ -30,8 +30,8 @@ class Places:
         self.running: list[Answer] = []
 
     def enqueue(self, answer: Answer) -> None:
-        """A new answer, which is younger than all others."""
-        self.waiting.append(answer)
+        """An answer that may be computed, or whose cache may come, when there is room for it."""
+        insort(self.waiting, answer, key=_by_age)
 
     def admit(self) -> Answer | None:
         """Moves the head of the queue into the batch, with its blocks; None when there is no room for it. Strictly in
@@ -64,7 +64,7 @@ class Places:
         """The one way out: no place, no block."""
         if answer.phase is Phase.WAITING:
             self.waiting.remove(answer)
-        else:
+        elif answer.phase is not Phase.AWAITING:
             self._memory.release(answer)
             if answer.phase in RUNNING:
                 self.running.remove(answer)

@@ -24,14 +24,17 @@ class Request:
         "admitted_at",
         "answers",
         "arrival",
+        "bound",
         "cached_tokens",
         "decode_from",
+        "first",
         "handoff",
         "handoff_failures",
         "key",
         "last_token_at",
         "lead",
         "leg_tokens",
+        "offered",
         "over",
         "prefilled_at",
         "received",
@@ -45,15 +48,16 @@ class Request:
 
     def __init__(self, request: EngineRequest, arrival: int, now: float) -> None:
         phase = request.context_phase
-        chunks = [Tokens((), sample) for sample in range(request.sampling.n)] if phase is None else phase.first_tokens
-        lead, *rest = [one for one in chunks if one.reason is None]
         self.source = request
         self.key = request.key
         self.arrival = arrival
         self.stop = frozenset(request.sampling.stop_token_ids)
-        self.lead = Answer(self, lead.sample, lead.ids, Phase.WAITING)
-        self.unborn: list[Tokens] = rest
-        self.answers: list[Answer] = [self.lead]
+        # Generation leg: what the context leg has sampled, as soon as it is known.
+        self.first = None if phase is None else phase.first_tokens
+        self.start(Phase.WAITING if request.context is None else Phase.AWAITING)
+        # Context leg whose pages a generation leg may ask for since it was scheduled. Prompt tokens that are offered.
+        self.bound = False
+        self.offered = 0
         # Tokens made by this leg.
         self.leg_tokens = 0
         # The client's side is over.
@@ -72,6 +76,21 @@ class Request:
         self.last_token_at: float | None = None
         self.handoff: HandoffReport | None = None
 
+    def start(self, phase: Phase) -> None:
+        """An answer without blocks takes the lead: the first one that goes on, as far as that is known."""
+        chunks = self.first or [Tokens((), sample) for sample in range(self.source.sampling.n)]
+        lead, *rest = [one for one in chunks if one.reason is None]
+        self.lead = Answer(self, lead.sample, lead.ids, phase)
+        self.unborn: list[Tokens] = rest
+        self.answers: list[Answer] = [self.lead]
+
+    def take_first(self, first: tuple[Tokens, ...]) -> Tokens:
+        """First tokens that come when the lead answer has blocks already; returns its own."""
+        own, *self.unborn = first
+        for token in own.ids:
+            self.lead.append(token)
+        return own
+
     @property
     def leg(self) -> RequestType:
         """Which leg of a request this is."""
@@ -86,6 +105,11 @@ class Request:
     def needs_cache(self) -> bool:
         """True when the KV of the prompt comes from a context instance."""
         return self.leg is RequestType.GENERATION_ONLY and not self.received
+
+    @property
+    def awaits_first(self) -> bool:
+        """True for a generation leg that its context leg has not told the first tokens yet."""
+        return self.source.context is not None and self.first is None
 
     def parting(self, answer: Answer) -> list[Tokens]:
         """Answers that will take places and blocks of their own beside this one, once it has its first token."""

@@ -58,7 +58,7 @@ class Scheduler:
         self._limits, self._memory = limits, memory
         self._places = Places(memory, limits.max_running)
         self._live = Live(self._places, memory, emit)
-        self._transfers = None if handoffs is None else Transfers(handoffs, self._live, self._places, memory)
+        self._transfers = None if handoffs is None else Transfers(handoffs, limits, self._live, self._places, memory)
         self._rate = ServiceRate()
         self._arrivals = self._steps = 0
 
@@ -75,13 +75,16 @@ class Scheduler:
         self._limits.check(request)
         if request.request_type is not RequestType.CONTEXT_AND_GENERATION and self._transfers is None:
             raise InvalidRequest("request_type", request.request_type.name, "this instance has no transfer backend")
-        waiting, limit = len(self._places.waiting), self._limits.max_waiting
+        waiting, limit = self._waiting(), self._limits.max_waiting
         if waiting >= limit:
             raise Overloaded("engine.max_waiting", limit, self._rate.wait_s(waiting, now))
         taken = Request(request, self._arrivals, now)
         self._arrivals += 1
         self._live.requests[taken.key] = taken
-        self._places.enqueue(taken.lead)
+        if self._transfers is not None and request.context is not None:
+            self._transfers.intend(taken)
+        else:
+            self._places.enqueue(taken.lead)
 
     def abort(self, key: RequestKey) -> None:
         """Drops a request, wherever it is; nothing when it is gone already. Blocks that a peer may touch are kept."""
@@ -89,11 +92,7 @@ class Scheduler:
         if request is None:
             return
         self._live.finish(request, RequestCancelled())
-        phase = request.lead.phase
-        if self._transfers is not None and phase in (Phase.RECEIVING, Phase.OFFERED):
-            self._transfers.cancel(request)
-        elif phase is not Phase.DRAINING:
-            self._live.release(request)
+        self._drop(request)
 
     def poll(self) -> None:
         """Applies what the transceiver has heard. Call between steps."""
@@ -136,12 +135,14 @@ class Scheduler:
                 self._live.part(answer.request)
             if row.draws:
                 self._take(answer, drawn[index], now)
+            elif answer.request.bound and self._transfers is not None:
+                self._transfers.offer_chunk(answer.request)
 
     def load(self) -> EngineLoad:
         """Counts as of now. Blocks that are only kept for reuse are not used; those in doubt are the hub's to know."""
         return EngineLoad(
             running_requests=len(self._places.running_requests()),
-            waiting_requests=len(self._places.waiting),
+            waiting_requests=self._waiting(),
             held_handoffs=0 if self._transfers is None else len(self._transfers.offered),
             used_blocks=self._memory.blocks.used,
             total_blocks=self._memory.blocks.num_blocks,
@@ -180,8 +181,11 @@ class Scheduler:
             if request.admitted_at is None:
                 request.admitted_at, request.cached_tokens = now, answer.computed
                 self._rate.note(now)
-            if answer.phase is Phase.RECEIVING and transfers is not None:
-                transfers.receive(answer)
+            if transfers is not None:
+                if answer.phase is Phase.RECEIVING:
+                    transfers.receive(answer)
+                elif request.source.generation_waits:
+                    transfers.bind(request)
 
     def _tell_cache(self) -> None:
         stored, removed = self._memory.blocks.take_changes()
@@ -205,7 +209,9 @@ class Scheduler:
             self._live.emit(RequestTokens(request.key, chunk))
         if request.unborn:
             self._live.part(request)
-        if own.reason is not None:
+        if own.reason is not None and request.bound and self._transfers is not None:
+            self._transfers.ended(request, chunks)
+        elif own.reason is not None:
             self._live.end(answer)
         elif answer.phase is Phase.PREFILL:
             answer.move(Phase.DECODE)
@@ -220,4 +226,15 @@ class Scheduler:
         self._memory.distrust(request)
         error = InternalError(f"the model computed logits that are not finite for request {request.key}")
         self._live.finish(request, error)
-        self._live.release(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Blocks that a peer may touch are kept until they are settled."""
+        if self._transfers is not None and self._transfers.concerns(request):
+            self._transfers.cancel(request)
+        elif request.lead.phase is not Phase.DRAINING:
+            self._live.release(request)
+
+    def _waiting(self) -> int:
+        """Answers in the queue, and legs that wait for another one before they join it."""
+        return len(self._places.waiting) + (0 if self._transfers is None else len(self._transfers.awaiting))

@@ -52,12 +52,27 @@ def request_from_pb(pb: worker_service_pb2.WorkerServiceGenerateRequest, trace: 
     sampling = sampling_from_pb(pb.sampling)
     if len(pb.cache_salt) > MAX_SALT:
         raise InvalidRequest("cache_salt", f"{len(pb.cache_salt)} bytes", f"at most {MAX_SALT} are accepted")
-    given = pb.HasField("context_phase")
-    if given != (request_type is RequestType.GENERATION_ONLY):
-        remedy = "leave it out" if given else "send what the context leg answered"
-        raise InvalidRequest("context_phase", "present" if given else "absent", f"{remedy} ({request_type.name})")
-    phase = _context_phase(pb.context_phase, key, len(prompt)) if given else None
-    return EngineRequest(key, request_type, prompt, sampling, phase, trace, pb.cache_salt)
+    _check_partner(pb, request_type)
+    phase = _context_phase(pb.context_phase, key, len(prompt)) if pb.HasField("context_phase") else None
+    context = _holder(pb.context_instance, "context_instance") if pb.HasField("context_instance") else None
+    waits = pb.generation_waits
+    return EngineRequest(key, request_type, prompt, sampling, phase, trace, pb.cache_salt, context, waits)
+
+
+def _check_partner(pb: worker_service_pb2.WorkerServiceGenerateRequest, request_type: RequestType) -> None:
+    """What a leg is told about the other one must fit its type."""
+    done, at_once = pb.HasField("context_phase"), pb.HasField("context_instance")
+    if request_type is not RequestType.GENERATION_ONLY:
+        for name, given in (("context_phase", done), ("context_instance", at_once)):
+            if given:
+                raise InvalidRequest(name, "present", f"leave it out ({request_type.name})")
+    elif done and at_once:
+        raise InvalidRequest("context_instance", "present", "leave it out when context_phase is there")
+    elif not done and not at_once:
+        remedy = "send what the context leg answered, or context_instance when it was started at the same time"
+        raise InvalidRequest("context_phase", "absent", f"{remedy} ({request_type.name})")
+    if pb.generation_waits and request_type is not RequestType.CONTEXT_ONLY:
+        raise InvalidRequest("generation_waits", "true", f"leave it out ({request_type.name})")
 
 
 def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, prompt_tokens: int) -> ContextPhase:
@@ -69,12 +84,16 @@ def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, promp
     if pb.prompt_tokens != prompt_tokens:
         remedy = f"must be the length of the prompt, {prompt_tokens}"
         raise InvalidRequest(f"{field}.prompt_tokens", str(pb.prompt_tokens), remedy)
+    return ContextPhase(held, first, prompt_tokens, _holder(pb, field))
+
+
+def _holder(pb: generation_pb2.ContextPhaseParams | generation_pb2.ContextInstance, field: str) -> Holder:
     for name, value in (("endpoint", pb.endpoint), ("instance_id", pb.instance_id)):
         if not 0 < len(value) <= MAX_NAME:
             raise InvalidRequest(f"{field}.{name}", value, f"send 1 to {MAX_NAME} characters")
     if len(pb.incarnation) != INCARNATION_BYTES:
         raise InvalidRequest(f"{field}.incarnation", pb.incarnation.hex(), f"send {INCARNATION_BYTES} bytes")
-    return ContextPhase(held, first, prompt_tokens, Holder(pb.endpoint, pb.instance_id, pb.incarnation))
+    return Holder(pb.endpoint, pb.instance_id, pb.incarnation)
 
 
 def _first_tokens(pb: generation_pb2.ContextPhaseParams, field: str) -> tuple[Tokens, ...]:
@@ -101,7 +120,7 @@ def _limit(field: str, count: int, limit: int) -> None:
 
 def submit_to_pb(request: EngineRequest) -> engine_ipc_pb2.SubmitCommand:
     """For the engine process."""
-    phase = request.context_phase
+    phase, context = request.context_phase, request.context
     return engine_ipc_pb2.SubmitCommand(
         key=key_to_pb(request.key),
         request_type=worker_service_pb2.RequestType.Name(request.request_type.value),
@@ -110,6 +129,14 @@ def submit_to_pb(request: EngineRequest) -> engine_ipc_pb2.SubmitCommand:
         context_phase=None if phase is None else context_phase_to_pb(phase),
         trace=trace_to_pb(request.trace),
         cache_salt=request.cache_salt,
+        context_instance=None if context is None else _context_instance_to_pb(context),
+        generation_waits=request.generation_waits,
+    )
+
+
+def _context_instance_to_pb(holder: Holder) -> generation_pb2.ContextInstance:
+    return generation_pb2.ContextInstance(
+        endpoint=holder.endpoint, instance_id=holder.instance_id, incarnation=holder.incarnation
     )
 
 
