@@ -40,7 +40,7 @@ typecheck: $(STAMP) ## pyright, strict
 	$(BIN)/pyright
 
 test: $(STAMP) ## unit and contract tests
-	$(BIN)/pytest -q -n logical --dist loadfile tests/unit tests/contract
+	$(BIN)/pytest -q -n logical --dist worksteal tests/unit tests/contract
 
 test-integration: $(STAMP) ## several components, real gRPC, real NIXL on this machine
 	$(BIN)/pytest -q -m "not model" tests/integration

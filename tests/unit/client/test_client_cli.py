@@ -107,6 +107,15 @@ def test_the_cluster_is_shown_with_every_reason():
     assert cluster_json(_cluster())["open_requests"] == 0
 
 
+def test_an_endpoint_is_one_word_in_a_narrow_terminal():
+    cluster = _cluster()
+    cluster.members[0].instance.endpoint = "127.0.0.1:54141"
+    cluster.members[0].instance.model = "SmolLM2-135M-Instruct"
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_cluster(cluster))
+    assert "127.0.0.1:54141" in console.export_text()
+
+
 @pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (3, StartError), (1, StartError)])
 async def test_a_model_that_is_not_available_keeps_its_kind_of_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[Exception]

@@ -12,6 +12,8 @@ from starlette.requests import Request
 
 from isthmus_core.errors import DeadlineExceeded, InvalidRequest
 from isthmus_router.http.body import MAX_NODES, MAX_VALUES, count_structure, read_body
+from isthmus_router.http.parse import parse_body
+from isthmus_router.http.schemas import CompletionRequest
 from isthmus_router.merge import merged
 
 NAMES = st.text(alphabet=',"\\[', max_size=3)
@@ -65,6 +67,22 @@ def request(*pieces: bytes | None) -> Request:
 async def test_too_many_values_are_refused_unparsed(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="values"):
         await read_body(request(body), 10_000_000, 5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({"echo": True}, "echo = true: not supported; leave it out or send false"),
+        ({"suffix": "x"}, "suffix = 'x': not supported; leave it out or send \"\""),
+        ({"max_tokens": True}, "max_tokens = true: Input should be a valid integer"),
+        ({"model": None}, "model = null: Input should be a valid string"),
+    ],
+)
+def test_values_are_named_as_json_writes_them(sent: dict[str, object], message: str) -> None:
+    body = json.dumps({"model": "m", "prompt": "p", **sent}).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(CompletionRequest, body)
+    assert str(caught.value) == message
 
 
 async def test_text_may_hold_any_number_of_commas_and_brackets() -> None:

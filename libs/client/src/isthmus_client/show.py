@@ -34,8 +34,8 @@ def render_cluster(cluster: coordinator_service_pb2.GetClusterResponse) -> Group
     """Members, pairs (with every reason why one can not work) and what can be served."""
     members = Table(title="Instances", title_justify="left", show_edge=False)
     members.add_column("instance", no_wrap=True)
-    for column in ("serves", "endpoint"):
-        members.add_column(column, overflow="fold")
+    members.add_column("serves", overflow="fold")
+    members.add_column("endpoint", overflow="fold", min_width=len("127.0.0.1:65535"))  # stays one word to copy
     for column in ("open", "running", "held", "blocks"):
         members.add_column(column, justify="right")
     for member in cluster.members:

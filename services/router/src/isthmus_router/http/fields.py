@@ -7,6 +7,7 @@ option that does nothing. Anything else is refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ def neutral(*accepted: Any) -> Callable[[Any], Any]:
         same = (value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
         if value is None or any(same):
             return value
-        listed = f"; leave it out or send {accepted[0]!r}" if accepted else "; leave it out"
+        listed = f"; leave it out or send {json.dumps(accepted[0])}" if accepted else "; leave it out"
         raise ValueError(f"not supported{listed}")
 
     return check

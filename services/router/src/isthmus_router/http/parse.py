@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
@@ -58,6 +59,8 @@ def _show(value: Any) -> str:
     if isinstance(value, list | dict):
         size = len(cast("list[Any] | dict[Any, Any]", value))
         return f"{'a list' if isinstance(value, list) else 'an object'} of {size}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)  # as the client wrote it
     return repr(shorten(value) if isinstance(value, str) else value)
 
 
