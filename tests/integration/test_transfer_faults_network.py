@@ -51,12 +51,23 @@ class Cable:
             self._ip(side, "addr", "add", f"10.77.0.{side + 1}/24", "dev", f"data{side}")
             self._ip(side, "link", "set", "lo", "up")
             self._ip(side, "link", "set", f"data{side}", "up")
+        for side in (0, 1):
+            self._running(side)
 
     def _entered(self, holder: subprocess.Popen[bytes]) -> None:
         """The namespaces are ready when the process has become `cat`."""
         while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "cat":
             assert holder.poll() is None
             time.sleep(0.005)
+
+    def _running(self, side: int) -> None:
+        """The kernel reports a carrier up to a second late; UCX does not use an interface before."""
+        command = [*self.prefixes[side], "cat", f"/sys/class/net/data{side}/operstate"]
+        for _ in range(500):
+            if subprocess.run(command, check=True, capture_output=True).stdout.strip() == b"up":
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"data{side} has no carrier")
 
     def _ip(self, side: int, *arguments: str) -> None:
         subprocess.run([*self.prefixes[side], "ip", *arguments], check=True, capture_output=True)

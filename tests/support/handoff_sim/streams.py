@@ -63,6 +63,9 @@ class Connection:
         self.there, self.back = Pipe(self.world, self._to_context), Pipe(self.world, self._to_generation)
         self._there: list[PeerBody] = []
         self._back: list[PeerBody] = []
+        # Whom they are meant for: known when they are said, as in the product's outbox; the core may have forgotten the
+        # stream when they leave.
+        self._to_context_of = self._to_generation_of = b""
         self.open = True
         # Since when the generation side uses it.
         self.ready_at: float | None = None
@@ -71,12 +74,14 @@ class Connection:
 
     def say_there(self, body: PeerBody) -> None:
         """Generation to context."""
+        self._to_context_of = self.generation.core.generation.speaks_to(self.peer)
         self._there.append(body)
         if len(self._there) == 1:
             self.world.at(0.0, self._flush_there)
 
     def say_back(self, body: PeerBody) -> None:
         """Context to generation."""
+        self._to_generation_of = self.context.core.context.speaks_to(self.number) or self.generation.incarnation
         self._back.append(body)
         if len(self._back) == 1:
             self.world.at(0.0, self._flush_back)
@@ -105,14 +110,12 @@ class Connection:
 
     def _flush_there(self) -> None:
         if self._there and self.generation.alive:
-            dst = self.generation.core.generation.speaks_to(self.peer)
-            self.there.put(Envelope(self.generation.incarnation, dst, tuple(self._there)))
+            self.there.put(Envelope(self.generation.incarnation, self._to_context_of, tuple(self._there)))
         self._there = []
 
     def _flush_back(self) -> None:
         if self._back and self.context.alive:
-            dst = self.context.core.context.speaks_to(self.number) or self.generation.incarnation
-            self.back.put(Envelope(self.context.incarnation, dst, tuple(self._back)))
+            self.back.put(Envelope(self.context.incarnation, self._to_generation_of, tuple(self._back)))
         self._back = []
 
     def _to_context(self, envelope: Envelope) -> None:
