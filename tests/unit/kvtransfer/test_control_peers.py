@@ -178,6 +178,14 @@ def test_every_envelope_names_both_incarnations(context: ContextSide):
             context.tell(Ping(5), **wrong)
 
 
+def test_pong_that_crosses_welcome_names_nobody(context: ContextSide):
+    context.ready()
+    context.tell(Pong(5), dst=b"")
+    assert context.ended == []
+    with pytest.raises(ProtocolError, match="incarnations"):
+        context.tell(Pong(5), dst=b"x" * 16)
+
+
 def test_hello_twice_or_for_somebody_else_is_refused(context: ContextSide):
     context.ready()
     said = make_hello(GENERATION, limits_of(CONFIG), 2, Dialect())

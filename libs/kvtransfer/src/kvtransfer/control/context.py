@@ -238,7 +238,10 @@ class ContextControl:
         peer = stream.peer
         if stream.state is not StreamState.READY or peer is None:
             raise ProtocolError(f"{type(message).__name__} before Welcome")
-        if envelope.src_incarnation != peer[1] or envelope.dst_incarnation != self._local.incarnation:
+        # A Pong may have been said before Welcome had arrived: it names nobody then.
+        unnamed = isinstance(message, Pong) and not envelope.dst_incarnation
+        named = unnamed or envelope.dst_incarnation == self._local.incarnation
+        if envelope.src_incarnation != peer[1] or not named:
             raise ProtocolError(f"{type(message).__name__} speaks for other incarnations than Hello and Welcome")
         match message:
             case KvRequest():
