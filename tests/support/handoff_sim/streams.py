@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CONTROL_LATENCY_S = 0.04
 # Now and then nothing tells a side that the other is gone; then it learns after this time at most.
 HALF_OPEN_S = 3.0
+# Between two arrivals on one pipe: far more than what adding times up loses, so that the order is that of sending.
+ORDER_S = 1e-9
 
 
 class Pipe:
@@ -35,7 +37,7 @@ class Pipe:
     def put(self, item: object) -> None:
         """Sends."""
         world = self._world
-        self._last = max(self._last, world.now + world.latency(self._longest))
+        self._last = max(self._last + ORDER_S, world.now + world.latency(self._longest))
         world.at(self._last - world.now, self._deliver, through_wire(item) if world.wire else item)
 
     def hold(self, until: float) -> None:
