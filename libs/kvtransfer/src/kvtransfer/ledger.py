@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.errors import LedgerError
-from kvtransfer.page_table import entry_addresses
 from kvtransfer.ports import RankBlocks, RequestKey, WriterOutcome
+from kvtransfer.sharing import same_slot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvtransfer.page_table import PageTable
     from kvtransfer.rank_info import RankInfo
 
 Writer = tuple[int, int]
@@ -98,7 +97,7 @@ class Ledger:
                 views = table.groups[number].views
                 page_bytes[info.rank, number] = sum(int(view.entries.size.sum()) for view in views)
                 # Transitive through the name: a group takes the name of the first one that it overlaps.
-                first = next(other for other in range(number + 1) if _share_bytes(table, other, number))
+                first = next(other for other in range(number + 1) if other == number or same_slot(table, other, number))
                 memory[info.rank, number] = memory.get((info.rank, first), (info.rank, first))
         return cls(capacity, memory, page_bytes)
 
@@ -283,17 +282,3 @@ class Ledger:
 
 def _name(place: Place, page: int) -> str:
     return f"page {page} of layer group {place[1]} on rank {place[0]}"
-
-
-def _share_bytes(table: PageTable, a: int, b: int) -> bool:
-    """True when a page of group `a` and the page of the same number of group `b` have a byte in common."""
-    if a == b:
-        return True
-    spans: list[NDArray[np.int64]] = []
-    for group in (table.groups[a], table.groups[b]):
-        for view in group.views:
-            begin = entry_addresses(table.pools[view.pool], view.entries)
-            spans.append(np.stack((begin, begin + view.entries.size), axis=1))
-    every = np.concatenate(spans)
-    every = every[np.argsort(every[:, 0])]
-    return bool((np.maximum.accumulate(every[:-1, 1]) > every[1:, 0]).any())

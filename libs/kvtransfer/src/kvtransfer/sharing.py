@@ -48,7 +48,7 @@ def sharing(table: PageTable, a: int, b: int) -> Sharing:
             layered = pool.layer_stride and pool.layer_stride < pool.num_slots * pool.slot_stride
             if p != q or layered:
                 return Sharing.ADDRESSES
-            if _same_slot(table, a, b, p):
+            if same_slot(table, a, b, p):
                 worst = Sharing.IDS
     return worst
 
@@ -84,14 +84,14 @@ def _spans(table: PageTable, group: int) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def _same_slot(table: PageTable, a: int, b: int, pool: int) -> bool:
-    """True when slot n of one group and slot n of the other have a byte in common in `pool`."""
+def same_slot(table: PageTable, a: int, b: int, pool: int | None = None) -> bool:
+    """True when slot n of group `a` and slot n of another group `b` have a byte in common: in `pool`, or in any."""
     spans = [
         np.stack((begin, begin + view.entries.size), axis=1)
         for group in (a, b)
         for view in table.groups[group].views
-        if view.pool == pool
-        for begin in (entry_addresses(table.pools[pool], view.entries),)
+        if pool is None or view.pool == pool
+        for begin in (entry_addresses(table.pools[view.pool], view.entries),)
     ]
     every = np.concatenate(spans)
     every = every[np.argsort(every[:, 0])]
