@@ -1,6 +1,6 @@
 """How long bytes of a write still land after its writer was SIGKILLed and reaped: the reason for `transfer.drain_s`.
 
-    python benchmarks/drain_time.py --trials 20
+    python benchmarks/drain_time.py [--quick] [--json FILE] [--trials 20]
 
 A writer process posts large writes into this process without a pause; it is killed at a random moment. From the moment
 its exit is known, samples of the memory are compared until they have not changed for --watch seconds.
@@ -8,7 +8,6 @@ its exit is known, samples of the memory are compared until they have not change
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,6 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from report import Row, argument_parser, below, figure, show
+
+from isthmus_core.config import TransferConfig
 
 PATHS = {"cma": "", "tcp": "tcp"}
 SAMPLE = 4096
@@ -103,28 +105,43 @@ def _measure(name: str, trials: int, size: int, watch_s: float) -> dict[str, obj
     }
 
 
+def rows(found: dict[str, Any]) -> list[Row]:
+    """The figures of one path. The aim: `transfer.drain_s` covers what landed late."""
+    name = f"{found['path']}, {found['trials']} kills"
+    return [
+        figure(f"{name}: exit known after, median", found["exit_known_after_ms"], "ms"),
+        figure(f"{name}: trials with bytes after that", found["landed_late"], "trials"),
+        below(f"{name}: last byte after that, worst", found["max_ms"], "ms", TransferConfig().drain_s * 1e3),
+    ]
+
+
 def main() -> int:
-    """One line of JSON for each path; each runs in a process of its own, since UCX reads its settings once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Each path runs in a process of its own, since UCX reads its settings once."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--mib", type=int, default=256, help="size of one write")
     parser.add_argument("--watch", type=float, default=1.0, help="seconds without a change that end a trial")
-    parser.add_argument("--path", choices=sorted(PATHS), help="only this one, in this process")
+    parser.add_argument("--path", choices=sorted(PATHS), help="only this one, in this process: prints a line of JSON")
     given = parser.parse_args()
     if given.path:
         print(json.dumps(_measure(given.path, given.trials, given.mib << 20, given.watch)), flush=True)
         sys.stdout.flush()
         # NIXL may crash while the interpreter tears it down; everything has been said.
         os._exit(0)
-    worst = 0
+    trials = min(given.trials, 5) if given.quick else given.trials
+    made: list[Row] = []
     for name, transports in PATHS.items():
         environment = {**os.environ, "UCX_LOG_LEVEL": "fatal"}
         if transports:
             environment["UCX_TLS"] = transports
-        command = [sys.executable, __file__, "--path", name, "--trials", str(given.trials)]
+        command = [sys.executable, __file__, "--path", name, "--trials", str(trials)]
         command += ["--mib", str(given.mib), "--watch", str(given.watch)]
-        worst = max(worst, subprocess.run(command, env=environment, check=False).returncode)
-    return worst
+        done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            return done.returncode
+        made += rows(json.loads(done.stdout.splitlines()[-1]))
+    show("bytes after the death of their writer", made, given.json)
+    return 0
 
 
 if __name__ == "__main__":
