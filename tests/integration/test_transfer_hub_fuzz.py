@@ -45,19 +45,23 @@ OVERTAKEN = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[tuple[Side, Side]]:
+async def world() -> AsyncIterator[tuple[Side, Side, Side]]:
+    """A pair that works, and a stranger whose words are mutated: whoever speaks in the name of a
+    real incarnation with a later connection epoch replaces its stream by right."""
     fabric = LoopbackFabric()
-    context, generation = Side("c", InstanceRole.CONTEXT, fabric), Side("g", InstanceRole.GENERATION, fabric)
-    await context.start()
-    await generation.start()
-    yield context, generation
-    await generation.stop()
-    await context.stop()
+    context = Side("c", InstanceRole.CONTEXT, fabric)
+    generation, stranger = (Side(name, InstanceRole.GENERATION, fabric) for name in ("g", "s"))
+    sides = (context, generation, stranger)
+    for side in sides:
+        await side.start()
+    yield sides
+    for side in reversed(sides):
+        await side.stop()
 
 
-def sentences(context: Side, generation: Side) -> list[bytes]:
+def sentences(context: Side, stranger: Side) -> list[bytes]:
     """Valid envelopes of a generation instance, to be mutated."""
-    hello = make_hello(generation.hub.instance, limits_of(generation.config), 1, Dialect())
+    hello = make_hello(stranger.hub.instance, limits_of(stranger.config), 1, Dialect())
     tokens = TokenRange(0, 8)
     request = KvRequest(key(1), receive=1, tokens=tokens, destinations=blocks(1, 2))
     bodies: list[PeerBody] = [
@@ -70,7 +74,7 @@ def sentences(context: Side, generation: Side) -> list[bytes]:
     ]
     return [
         kv_transfer_service_pb2.ConnectRequest(
-            src_incarnation=generation.incarnation,
+            src_incarnation=stranger.incarnation,
             dst_incarnation=b"" if body is hello else context.incarnation,
             messages=[wire.peer_message_to_pb(body)],
         ).SerializeToString()
@@ -136,8 +140,8 @@ class Fuzzed:
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self._world = world()
-        self.context, self.generation = self.runner.run(self._world.__aenter__())
-        self.good = sentences(self.context, self.generation)
+        self.context, self.generation, stranger = self.runner.run(self._world.__aenter__())
+        self.good = sentences(self.context, stranger)
 
     def stream(self, frames: Sequence[bytes]) -> None:
         """Nonsense in, a status out."""
@@ -178,8 +182,8 @@ def test_bytes_that_are_no_messages_end_in_a_status(fuzzed: Fuzzed, frames: list
 
 
 async def test_orders_out_of_turn_are_refused():
-    async with world() as (context, generation):
-        hello, *rest = sentences(context, generation)
+    async with world() as (context, _, stranger):
+        hello, *rest = sentences(context, stranger)
         for frames in ([rest[0]], [rest[-1], hello], [hello, hello]):
             code, text = await stream(context.endpoint, frames)
             assert code is grpc.StatusCode.INVALID_ARGUMENT, (code, text)
@@ -187,9 +191,9 @@ async def test_orders_out_of_turn_are_refused():
 
 
 async def test_a_body_of_the_future_is_refused_with_its_field():
-    async with world() as (context, generation):
-        hello = sentences(context, generation)[0]
-        unknown = kv_transfer_service_pb2.ConnectRequest(src_incarnation=generation.incarnation)
+    async with world() as (context, _, stranger):
+        hello = sentences(context, stranger)[0]
+        unknown = kv_transfer_service_pb2.ConnectRequest(src_incarnation=stranger.incarnation)
         unknown.messages.append(transfer_pb2.PeerMessage.FromString(b"\xfa\x7f\x02hi"))
         code, text = await stream(context.endpoint, [hello, unknown.SerializeToString()])
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -197,8 +201,8 @@ async def test_a_body_of_the_future_is_refused_with_its_field():
 
 
 async def test_memory_stays_bounded_under_many_bad_streams():
-    async with world() as (context, generation):
-        good, draw = sentences(context, generation), random.Random(1)
+    async with world() as (context, _, stranger):
+        good, draw = sentences(context, stranger), random.Random(1)
 
         async def many(count: int) -> int:
             for _ in range(count):
