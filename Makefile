@@ -43,7 +43,7 @@ test: $(STAMP) ## unit and contract tests
 	$(BIN)/pytest -q -n logical --dist worksteal tests/unit tests/contract
 
 test-integration: $(STAMP) ## several components, real gRPC, real NIXL on this machine
-	$(BIN)/pytest -q -m "not model" tests/integration
+	$(BIN)/pytest -q -n 3 --dist loadfile -m "not model" tests/integration
 
 test-simulation: $(STAMP) ## seeded schedules of faults under a virtual clock
 	$(BIN)/pytest -q tests/simulation
