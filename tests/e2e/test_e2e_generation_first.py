@@ -14,7 +14,7 @@ from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client
 from isthmus_client.supervisor import LocalCluster
 from isthmus_worker.engine import Sampling
-from mock_oracle import oracle
+from mock_oracle import oracle, printable_prompts
 from otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -48,13 +48,8 @@ async def _nothing_left(cluster: LocalCluster) -> AsyncGenerator[None, None]:
     await assert_idle(cluster)
 
 
-def _prompts(count: int, seed: int) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(32, 127) for _ in range(draw.randint(1, 600))] for _ in range(count)]
-
-
 async def test_100_concurrent_requests_are_all_right(cluster: LocalCluster):
-    prompts = _prompts(100, seed=11)
+    prompts = printable_prompts(100, seed=11)
     async with Client(cluster.grpc_endpoint) as client:
         answers = await asyncio.gather(*(client.answer(prompt, max_tokens=24, timeout_s=110) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -124,7 +119,7 @@ async def test_clients_that_go_away_leave_nothing_behind(cluster: LocalCluster):
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
-        await asyncio.gather(*(leave_after(draw.uniform(0, 0.5), prompt) for prompt in _prompts(150, seed=3)))
+        await asyncio.gather(*(leave_after(draw.uniform(0, 0.5), prompt) for prompt in printable_prompts(150, seed=3)))
         await assert_idle(cluster)
         prompt = [70] * 333
         assert list((await client.answer(prompt, max_tokens=8)).token_ids) == oracle(prompt, 8)

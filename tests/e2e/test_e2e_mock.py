@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -21,7 +20,7 @@ from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client, Message
 from isthmus_client.supervisor import LocalCluster
 from isthmus_core.errors import IsthmusError
-from mock_oracle import oracle
+from mock_oracle import oracle, printable_prompts
 from otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -43,13 +42,8 @@ async def _nothing_left(cluster: LocalCluster) -> AsyncGenerator[None, None]:
     await assert_idle(cluster)
 
 
-def _prompts(count: int, seed: int) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(32, 127) for _ in range(draw.randint(1, 600))] for _ in range(count)]
-
-
 async def test_200_concurrent_requests_are_all_right(cluster: LocalCluster):
-    prompts = _prompts(200, seed=7)
+    prompts = printable_prompts(200, seed=7)
     async with Client(cluster.grpc_endpoint) as client:
         answers = await asyncio.gather(*(client.answer(prompt, max_tokens=24, timeout_s=110) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -82,7 +76,9 @@ async def test_clients_that_go_away_leave_nothing_behind(cluster: LocalCluster):
                 await anext(parts)
             await parts.aclose()
 
-        await asyncio.gather(*(leave_after(index % 4, prompt) for index, prompt in enumerate(_prompts(40, seed=3))))
+        await asyncio.gather(
+            *(leave_after(index % 4, prompt) for index, prompt in enumerate(printable_prompts(40, seed=3)))
+        )
         await assert_idle(cluster)
         prompt = [70] * 33
         assert list((await client.answer(prompt, max_tokens=8)).token_ids) == oracle(prompt, 8)

@@ -22,7 +22,7 @@ from isthmus_client import Client
 from isthmus_client.supervisor import LocalCluster
 from isthmus_core.errors import IsthmusError
 from isthmus_core.rpc import open_channel
-from mock_oracle import oracle
+from mock_oracle import oracle, printable_prompts
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -31,11 +31,6 @@ FAULTS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.
 # Slow enough for faults to meet requests in every phase.
 SLOW = {"mock": {"decode_us": 4000, "prefill_us_per_token": 100}}
 Outcome = list[int] | IsthmusError
-
-
-def _prompts(count: int, seed: int, longest: int = 600) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(32, 127) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 async def _ask(client: Client, prompt: Sequence[int], max_tokens: int, timeout_s: float = 30) -> Outcome:
@@ -99,7 +94,7 @@ def _process(cluster: LocalCluster, name: str, part: str) -> psutil.Process:
 @pytest.mark.parametrize("name", ["context-0", "generation-0"])
 @pytest.mark.parametrize("part", ["engine", "hub"])
 async def test_a_part_killed_under_load(tmp_path: Path, name: str, part: str):
-    prompts = _prompts(60, seed=11)
+    prompts = printable_prompts(60, seed=11)
     async with _faulty_cluster(tmp_path, SLOW) as (cluster, client):
         asking = [asyncio.create_task(_ask(client, prompt, 60)) for prompt in prompts]
         # The first answer is complete, others decode, are handed off, are prefilled and wait.
@@ -117,7 +112,7 @@ async def test_a_part_killed_under_load(tmp_path: Path, name: str, part: str):
 
 @pytest.mark.parametrize(("part", "then"), [("engine", "fail"), ("hub", "fail"), ("hub", "recompute")])
 async def test_a_context_instance_stopped_for_longer_than_a_hand_off_may_take(tmp_path: Path, part: str, then: str):
-    prompts = _prompts(30, seed=5)
+    prompts = printable_prompts(30, seed=5)
     # Few rows: most hand-offs are asked for while the context instance, which holds their pages, does not move.
     engine = {"max_running": 4, "mock": {"decode_us": 5000}}
     transfer = {"timeout_s": 2.0, "handoff_hold_s": 20.0, "ping_interval_s": 0.5, "on_transfer_failure": then}
@@ -184,7 +179,7 @@ async def _leave_http(client: httpx.AsyncClient, prompt: Sequence[int], draw: ra
 
 async def test_a_storm_of_clients_that_leave(tmp_path: Path):
     draw = random.Random(2)
-    prompts = _prompts(240, seed=3)
+    prompts = printable_prompts(240, seed=3)
     limits = httpx.Limits(max_connections=None)
     async with _faulty_cluster(tmp_path, SLOW) as (cluster, client):
         async with httpx.AsyncClient(base_url=cluster.http_endpoint, trust_env=False, limits=limits, timeout=30) as web:
@@ -198,7 +193,7 @@ async def test_a_storm_of_clients_that_leave(tmp_path: Path):
 
 
 async def test_the_coordinator_is_started_again_under_load(tmp_path: Path):
-    prompts = _prompts(60, seed=8)
+    prompts = printable_prompts(60, seed=8)
     async with _faulty_cluster(tmp_path, SLOW) as (cluster, client):
         asking = [asyncio.create_task(_ask(client, prompt, 60)) for prompt in prompts]
         await asyncio.wait(asking, timeout=20, return_when=asyncio.FIRST_COMPLETED)

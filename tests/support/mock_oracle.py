@@ -5,6 +5,7 @@ The definition is in the docstrings of `isthmus_worker.mock_engine.hashing` and 
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Sequence
 
@@ -75,3 +76,9 @@ def oracle(
             made = tokens[len(prompt) :]
             tokens.append(best if sampling is None else _drawn(best, sampling, sample, length, made))
     return tokens[len(prompt) :]
+
+
+def printable_prompts(count: int, seed: int, longest: int = 600) -> list[list[int]]:
+    """`count` prompts of 1 to `longest` tokens that are bytes of printable text."""
+    draw = random.Random(seed)
+    return [[draw.randrange(32, 127) for _ in range(draw.randint(1, longest))] for _ in range(count)]
