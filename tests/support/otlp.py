@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -12,7 +12,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it arrived; ids as hex, no parent = empty string."""
+    """A span as it arrived; ids as hex, no parent = empty string. `events` by name; `links`: ids of spans; arrays are
+    joined by commas."""
 
     service: str
     name: str
@@ -23,17 +24,23 @@ class ReceivedSpan:
     end_ns: int
     attributes: dict[str, str | int | float | bool]
     error: str
+    resource: dict[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    events: tuple[tuple[str, dict[str, str | int | float | bool]], ...] = ()
+    links: tuple[str, ...] = ()
 
 
 def _value(value: AnyValue) -> str | int | float | bool:
     kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return ",".join(str(_value(one)) for one in value.array_value.values)
     return "" if kind is None else getattr(value, kind)
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     """Collects spans. Use as an async context manager; `endpoint` is what telemetry.otlp_endpoint wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host, self.port = host, 0
         self.spans: list[ReceivedSpan] = []
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._arrived = asyncio.Event()
@@ -43,7 +50,8 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # pyright: ignore[reportUnknownMemberType]
             self, self._server
         )
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.port = self._server.add_insecure_port(f"{self.host}:0")
+        self.endpoint = f"http://127.0.0.1:{self.port}"
         await self._server.start()
         return self
 
@@ -69,6 +77,11 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                         span.end_time_unix_nano,
                         attributes,
                         span.status.message if span.status.code == 2 else "",
+                        resource,
+                        tuple(
+                            (one.name, {item.key: _value(item.value) for item in one.attributes}) for one in span.events
+                        ),
+                        tuple(link.span_id.hex() for link in span.links),
                     )
                     self.spans.append(received)
         self._arrived.set()
