@@ -9,6 +9,7 @@ Equal keys mean equal blocks *with equal prefixes*. Keys are 16 bytes; a chain i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -48,3 +49,28 @@ def split_keys(data: bytes) -> tuple[bytes, ...]:
     if len(data) % KEY_BYTES:
         raise ValueError(f"{len(data)} bytes are no list of {KEY_BYTES}-byte keys")
     return tuple(data[begin : begin + KEY_BYTES] for begin in range(0, len(data), KEY_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Keying:
+    """What names the blocks of an instance; instances with equal values name equal blocks alike."""
+
+    weights_digest: bytes
+    attention_digest: bytes
+    kv_dtype: str
+    tokens_per_block: int
+
+    @property
+    def keying_id(self) -> bytes:
+        """16 bytes that stand for it."""
+        size = self.tokens_per_block.to_bytes(4, "little")
+        return xxhash.xxh3_128_digest(b"isthmus keying 1" + self.root(b"") + size)
+
+    def root(self, salt: bytes) -> bytes:
+        """The parent of first blocks of the cache with that salt."""
+        return root_key(
+            weights_digest=self.weights_digest,
+            attention_digest=self.attention_digest,
+            kv_dtype=self.kv_dtype,
+            salt=salt,
+        )

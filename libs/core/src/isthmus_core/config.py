@@ -13,58 +13,16 @@ from typing import Any, Literal, cast
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from isthmus_core.config_cache import CacheConfig as CacheConfig
+from isthmus_core.config_coordinator import CoordinatorConfig as CoordinatorConfig
+from isthmus_core.config_parallel import ParallelConfig as ParallelConfig
+from isthmus_core.config_router import RouterConfig as RouterConfig
 from isthmus_core.config_section import Section
+from isthmus_core.config_telemetry import LoggingConfig as LoggingConfig
+from isthmus_core.config_telemetry import TelemetryConfig as TelemetryConfig
 from isthmus_core.config_transfer import TransferConfig as TransferConfig
+from isthmus_core.config_vllm import VLLM_ARGUMENTS, VLLM_PYTHON
 from isthmus_core.errors import ConfigError
-
-
-class CoordinatorConfig(Section):
-    """The coordinator process."""
-
-    listen: str = Field(default="127.0.0.1:50050", description="host:port of the gRPC server")
-    lease_ttl_s: float = Field(
-        default=10.0,
-        gt=0,
-        le=3600,
-        description="a router stops minting ids when its stream has been broken for this long",
-    )
-    id_grace_s: float | None = Field(
-        default=None,
-        ge=0,
-        le=3600,
-        description="a restarted coordinator grants no new id bits for this long; default lease_ttl_s; 0 when it is "
-        "certain that no router of an earlier coordinator lives",
-    )
-
-
-class RouterConfig(Section):
-    """A router process."""
-
-    listen: str = Field(default="127.0.0.1:50051", description="host:port of the public gRPC server")
-    http_listen: str = Field(default="127.0.0.1:8000", description="host:port of the OpenAI HTTP server")
-    coordinator: str = Field(default="127.0.0.1:50050", description="host:port of the coordinator")
-    start_timeout_s: float = Field(
-        default=30.0, gt=0, le=3600, description="exit when the coordinator is not reached by then"
-    )
-    request_timeout_s: float = Field(
-        default=600.0, gt=0, le=86_400, description="deadline of a request whose client sets none"
-    )
-    client_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        le=86_400,
-        description="a client that takes longer to send its request, or to read a piece of its answer, is dropped",
-    )
-    max_connections: int = Field(
-        default=4096, ge=1, le=1 << 20, description="open HTTP connections, idle ones included; more are refused"
-    )
-    drain_s: float = Field(default=30.0, ge=0, le=3600, description="running requests may take this long after SIGTERM")
-    schedule: Literal["context_first", "generation_first"] = Field(
-        default="context_first",
-        description="generation_first starts both legs of a split request at once: its cache moves while the prompt is "
-        "computed; transfer.timeout_s of the generation instance then counts from the start of the request",
-    )
-    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 30, description="largest HTTP request body")
 
 
 class WorkerConfig(Section):
@@ -129,6 +87,9 @@ class MockConfig(Section):
     bytes_per_token: int = Field(
         default=8, ge=8, le=1 << 20, multiple_of=8, description="bytes of K (and of V) a token and layer"
     )
+    sliding_window: int | None = Field(
+        default=None, ge=1, le=1 << 24, description="every second layer sees only so many positions; default: all"
+    )
     max_model_len: int = Field(default=8192, ge=2, le=1 << 24, description="longest prompt plus output")
     prefill_us_per_token: float = Field(default=0.0, ge=0, le=1e6, description="time a prompt token takes")
     decode_us: float = Field(default=0.0, ge=0, le=1e7, description="time a decode step takes")
@@ -137,7 +98,7 @@ class MockConfig(Section):
 class EngineConfig(Section):
     """The engine of a worker."""
 
-    kind: Literal["torch", "mock"] = Field(default="torch", description="which engine")
+    kind: Literal["torch", "mock", "vllm"] = Field(default="torch", description="which engine")
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     attention: Literal["auto", "sdpa", "flashinfer"] = Field(
         default="auto",
@@ -165,16 +126,16 @@ class EngineConfig(Section):
     prefix_caching: bool = Field(
         default=True, description="keep KV blocks of finished requests and reuse them for prompts that begin alike"
     )
-    mock: MockConfig = Field(default_factory=MockConfig)
-
-
-class TelemetryConfig(Section):
-    """OpenTelemetry."""
-
-    otlp_endpoint: str | None = Field(default=None, description="OTLP/gRPC receiver, for example http://127.0.0.1:4317")
-    sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="share of requests without a parent that are traced"
+    draft_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="a context instance sends so many guesses along with the first token, what followed the same words "
+        "in the prompt; the generation instance checks them in its first step, and the text is the same without them",
     )
+    mock: MockConfig = Field(default_factory=MockConfig)
+    vllm: dict[str, Any] = VLLM_ARGUMENTS
+    python: Path | None = VLLM_PYTHON
 
 
 class TlsConfig(Section):
@@ -183,6 +144,11 @@ class TlsConfig(Section):
     ca: Path | None = Field(default=None, description="PEM file that peers' certificates are checked against")
     cert: Path | None = Field(default=None, description="PEM file of this process's certificate chain")
     key: Path | None = Field(default=None, description="PEM file of its private key")
+    roles: bool = Field(
+        default=True,
+        description="callers may do what the role in their certificate may do (docs/security.md); "
+        "false: everybody may do everything",
+    )
 
     @model_validator(mode="after")
     def _all_or_none(self) -> TlsConfig:
@@ -197,13 +163,6 @@ class TlsConfig(Section):
         return self.ca is not None
 
 
-class LoggingConfig(Section):
-    """Logs go to stderr."""
-
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="least severe level shown")
-    format: Literal["console", "json"] = Field(default="console", description="console for people, json for collectors")
-
-
 class IsthmusConfig(Section):
     """All sections."""
 
@@ -212,6 +171,8 @@ class IsthmusConfig(Section):
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     transfer: TransferConfig = Field(default_factory=TransferConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     tls: TlsConfig = Field(default_factory=TlsConfig)
@@ -235,7 +196,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> IsthmusConf
             raise ConfigError(f"config file {path}: the top level must be sections, not {type(loaded).__name__}")
         data = cast("dict[str, Any]", loaded or {})
     for override in overrides:
-        _override(data, override)
+        set_key(data, override)
     return parse_config(data)
 
 
@@ -247,7 +208,8 @@ def parse_config(data: dict[str, Any]) -> IsthmusConfig:
         raise ConfigError("\n".join(_explain(error))) from error
 
 
-def _override(data: dict[str, Any], text: str) -> None:
+def set_key(data: dict[str, Any], text: str) -> None:
+    """Puts one override, section.key=value, into a mapping of sections. Raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text}: write section.key=value")

@@ -53,6 +53,11 @@ class TransferConfig(Section):
         description="after a hand-off failed and one retry did not help: the generation instance computes the prompt "
         "itself, or the request fails",
     )
+    reserve_early: bool = Field(
+        default=False,
+        description="generation_first: take the pages for the prompt when the request comes, not when its context leg "
+        "is scheduled: the bytes wait for nobody, the pages may wait long",
+    )
     max_peers: int = Field(
         default=64,
         gt=0,
@@ -63,10 +68,34 @@ class TransferConfig(Section):
         default=False,
         description="a context instance measures the way to a generation instance with real bytes before it is used",
     )
+    staging_policy: Literal["cost", "blocks_96", "bytes_2mib", "small_descriptors", "always", "never"] = Field(
+        default="cost",
+        description="who decides that small runs are gathered into chunks: the cost model, one of the fixed gates of "
+        "other systems, always or never",
+    )
+    arena_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 40,
+        description="memory of every rank for chunks, beside the cache; at least 1 MiB for each of max_peers; 0: small "
+        "runs are never gathered",
+    )
+    bounce_chunk_bytes: int = Field(
+        default=128 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="chunks are at most this large; the cost model chooses less",
+    )
+    bounce_depth: int = Field(
+        default=3, ge=1, le=64, description="chunks of one transfer that are gathered, written and scattered at once"
+    )
+    cost_file: str | None = Field(
+        default=None, min_length=1, description="where the measured costs of paths are kept between starts"
+    )
     require_path: str | None = Field(
         default=None,
         min_length=1,
         max_length=60,
         description="words the name of the way must contain, for example cma or device memory; an instance that can "
-        "never take it does not start, a context instance measures every pair and refuses those on another one",
+        "never take it does not start, pairs are measured when they meet and refused on another one",
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RequestKey:
-    """One try at one request. `request_id` in [2^40, 2^63), `attempt` from 0."""
+class RequestKey(NamedTuple):
+    """One try at one request. `request_id` in [2^40, 2^63), `attempt` from 0. A tuple: it is the key of every table."""
 
     request_id: int
     attempt: int = 0

@@ -13,8 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from isthmus_core.config import TlsConfig
-from isthmus_core.errors import ConfigError, IsthmusError, StartError
+from isthmus_core.errors import IsthmusError, StartError
 from isthmus_core.process import prove_port_free, split_address
+from isthmus_core.tls import RoleCheck, ServerCertificates, channel_credentials
 from isthmus_core.tracing import TraceContext, parse_traceparent
 
 # A prompt of a million tokens is 4 MB as bytes; a RankInfo of a large rank well under 1 MB.
@@ -39,19 +40,9 @@ _CHANNEL_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     *_SHARED_OPTIONS,
-    # Without this a second server binds a taken port silently and receives half of its connections.
-    ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-
-
-def _read(tls: TlsConfig, name: str) -> bytes:
-    path = getattr(tls, name)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"tls.{name} = {path}: {error.strerror}") from error
 
 
 def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
@@ -59,16 +50,25 @@ def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     options = [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     if tls is None or not tls.enabled:
         return grpc.aio.insecure_channel(target, options=options)
-    credentials = grpc.ssl_channel_credentials(_read(tls, "ca"), _read(tls, "key"), _read(tls, "cert"))
-    return grpc.aio.secure_channel(target, credentials, options=options)
+    return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
 
 
 class RpcServer:
     """A gRPC server with health and reflection. Services answer NOT_SERVING until `set_serving` says otherwise."""
 
-    def __init__(self, tls: TlsConfig | None = None) -> None:
+    def __init__(
+        self, tls: TlsConfig | None = None, *, share_port: bool = False, max_request_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        """`share_port`: other processes of the same user, told the same, may listen on the port too (SO_REUSEPORT).
+        `max_request_bytes`: larger messages are refused with RESOURCE_EXHAUSTED."""
         self._tls = tls
-        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._share_port = share_port
+        # Without this a second server binds a taken port silently and receives half of its connections.
+        sharing = ("grpc.so_reuseport", int(share_port))
+        largest = ("grpc.max_receive_message_length", max_request_bytes)
+        options = [*(one for one in _SERVER_OPTIONS if one[0] != largest[0]), sharing, largest]
+        checked = tls is not None and tls.enabled and tls.roles
+        self.server = grpc.aio.server(options=options, interceptors=[RoleCheck()] if checked else [])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names: list[str] = []
@@ -81,16 +81,15 @@ class RpcServer:
     async def start(self, address: str, field: str = "listen") -> int:
         """Bind host:port (0 = any free port) and serve. Returns the port. Raises StartError when it is taken."""
         host, port = split_address(address, field)
-        prove_port_free(host, port, field)
+        if not self._share_port:
+            prove_port_free(host, port, field)
         names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
         await self.set_serving(False)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if self._tls is not None and self._tls.enabled:
-                pair = [(_read(self._tls, "key"), _read(self._tls, "cert"))]
-                credentials = grpc.ssl_server_credentials(pair, _read(self._tls, "ca"), require_client_auth=True)
-                self.port = self.server.add_secure_port(target, credentials)
+                self.port = self.server.add_secure_port(target, ServerCertificates(self._tls).credentials())
             else:
                 self.port = self.server.add_insecure_port(target)
         except RuntimeError as error:

@@ -1,122 +1,64 @@
-"""Tracing that costs the hot path a clock reading: ids are minted at `begin`, the SDK's span is made later.
+"""Tracing that costs the hot path a clock reading: ids are minted at `begin`, everything else happens later.
 
-`Span.end` hands a finished record to a background thread, which builds the OpenTelemetry span with the ids that were
-minted before and gives it to a BatchSpanProcessor. Children (also those of other processes) can therefore name their
-parent before it ends. Without an OTLP endpoint every span is the shared no-op and nothing is started.
+`Span.end` hands a finished record to a thread that sends it (`span_export`). Children, also those of other processes,
+can name their parent before it ends. Without an OTLP endpoint every span is the shared no-op and nothing is started.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.sdk.trace.export import SpanExporter
 
-from isthmus_core.config import TelemetryConfig
+from isthmus_core.config_telemetry import TelemetryConfig
+from isthmus_core.span_export import AttributeValue as AttributeValue
+from isthmus_core.span_export import SpanRecord, SpanSender
+from isthmus_core.trace_context import SAMPLED as SAMPLED
+from isthmus_core.trace_context import TraceContext as TraceContext
+from isthmus_core.trace_context import parse_traceparent as parse_traceparent
 
-logger = logging.getLogger(__name__)
-
-SAMPLED = 1
-AttributeValue = str | bool | int | float
-_KINDS = {
-    "internal": SpanKind.INTERNAL,
-    "server": SpanKind.SERVER,
-    "client": SpanKind.CLIENT,
-    "producer": SpanKind.PRODUCER,
-    "consumer": SpanKind.CONSUMER,
-}
-# Records waiting for the background thread; more are dropped and counted rather than held.
-_MAX_PENDING = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """W3C trace context: 16-byte trace id, 8-byte span id, flags (bit 0: sampled)."""
-
-    trace_id: bytes
-    span_id: bytes
-    flags: int = SAMPLED
-
-    def to_traceparent(self) -> str:
-        """As the `traceparent` header."""
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{self.flags & 0xFF:02x}"
-
-    @property
-    def sampled(self) -> bool:
-        """True when the trace is recorded."""
-        return bool(self.flags & SAMPLED)
-
-
-def parse_traceparent(header: str) -> TraceContext | None:
-    """The context in a `traceparent` header; None when it is malformed (W3C: ignore it then)."""
-    parts = header.strip().split("-")
-    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
-        return None
-    try:
-        trace_id, span_id, flags = bytes.fromhex(parts[1]), bytes.fromhex(parts[2]), int(parts[3], 16)
-    except ValueError:
-        return None
-    if not any(trace_id) or not any(span_id):
-        return None
-    return TraceContext(trace_id, span_id, flags)
-
-
-@dataclass(slots=True)
-class _Record:
-    name: str
-    kind: str
-    context: TraceContext
-    parent: TraceContext | None
-    start_ns: int
-    end_ns: int = 0
-    attributes: dict[str, AttributeValue] = field(default_factory=dict[str, AttributeValue])
-    events: list[tuple[int, str, dict[str, AttributeValue]]] = field(
-        default_factory=list[tuple[int, str, dict[str, AttributeValue]]]
-    )
-    error: str | None = None
+_EXPORT_TIMEOUT_S = 5
 
 
 class Span:
-    """An open span. A span that is not recorded has `context` None and ignores everything."""
+    """An open span. One that is not recorded ignores everything; it still passes on the trace it belongs to."""
 
-    __slots__ = ("_record", "_tracing")
+    __slots__ = ("_record", "_tracing", "context")
 
-    def __init__(self, tracing: Tracing | None, record: _Record | None) -> None:
+    def __init__(self, tracing: Tracing | None, record: SpanRecord | None, context: TraceContext | None = None) -> None:
         self._tracing = tracing
         self._record = record
+        # Parent for children, here or in another process.
+        self.context = context if record is None else record.context
 
     @property
-    def context(self) -> TraceContext | None:
-        """Parent for children, here or in another process."""
-        return None if self._record is None else self._record.context
+    def recording(self) -> bool:
+        """True when somebody will see it."""
+        return self._record is not None
 
     def set(self, key: str, value: AttributeValue) -> None:
         """Set an attribute."""
         if self._record is not None:
             self._record.attributes[key] = value
 
+    def update(self, attributes: Mapping[str, AttributeValue]) -> None:
+        """Set several attributes."""
+        if self._record is not None:
+            self._record.attributes.update(attributes)
+
     def event(self, name: str, **attributes: AttributeValue) -> None:
         """Record that something happened now."""
         if self._record is not None:
             self._record.events.append((time.time_ns(), name, attributes))
+
+    def event_at(self, at_ns: int, name: str, **attributes: AttributeValue) -> None:
+        """Record that something happened at `at_ns` (Unix time)."""
+        if self._record is not None:
+            self._record.events.append((at_ns, name, attributes))
 
     def end(self, end_ns: int | None = None, *, error: str | None = None) -> None:
         """End the span, once; later calls do nothing. `error` marks it failed with that description."""
@@ -130,19 +72,6 @@ class Span:
 NOOP_SPAN = Span(None, None)
 
 
-class _PresetIds(IdGenerator):
-    """Gives the SDK the ids that were minted at `begin`. Only the emitting thread uses it."""
-
-    trace_id = 0
-    span_id = 0
-
-    def generate_span_id(self) -> int:
-        return self.span_id
-
-    def generate_trace_id(self) -> int:
-        return self.trace_id
-
-
 class Tracing:
     """Tracing of one process. Thread-safe."""
 
@@ -151,21 +80,8 @@ class Tracing:
     ) -> None:
         self._ratio = ratio
         self._open = 0
-        self._dropped = 0
         self._lock = threading.Lock()
-        self._pending: queue.Queue[_Record | threading.Event | None] = queue.Queue(_MAX_PENDING)
-        self._thread: threading.Thread | None = None
-        if exporter is None:
-            return
-        self._ids = _PresetIds()
-        resource = Resource.create({"service.name": service, **attributes})
-        self._provider = TracerProvider(
-            sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
-        self._tracer = self._provider.get_tracer("isthmus")
-        self._thread = threading.Thread(target=self._emit_loop, name="isthmus-spans", daemon=True)
-        self._thread.start()
+        self._sender = None if exporter is None else SpanSender(exporter, {"service.name": service, **attributes})
 
     @classmethod
     def from_config(cls, config: TelemetryConfig, service: str, attributes: dict[str, str] | None = None) -> Tracing:
@@ -173,17 +89,21 @@ class Tracing:
         exporter = None
         if config.otlp_endpoint is not None:
             insecure = not config.otlp_endpoint.startswith("https://")
-            exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure, timeout=5)
+            exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
         return cls(exporter, service, attributes or {}, config.sample_ratio)
 
     @property
     def enabled(self) -> bool:
         """True when spans go anywhere."""
-        return self._thread is not None
+        return self._sender is not None
 
     def open_spans(self) -> int:
         """Spans begun and not ended: 0 on an idle process."""
         return self._open
+
+    def dropped_spans(self) -> int:
+        """Spans that the receiver did not get."""
+        return 0 if self._sender is None else self._sender.dropped
 
     def begin(
         self,
@@ -193,11 +113,15 @@ class Tracing:
         kind: str = "internal",
         start_ns: int | None = None,
         attributes: dict[str, AttributeValue] | None = None,
+        links: Sequence[TraceContext] = (),
     ) -> Span:
-        """Open a child of `parent`; no-op when it is None or not sampled. `start_ns`: Unix time, default now."""
-        if self._thread is None or parent is None or not parent.sampled:
+        """Open a child of `parent`; it records nothing when that is None or not sampled. `start_ns`: Unix time, default
+        now. `links`: other spans that this one has to do with."""
+        if parent is None:
             return NOOP_SPAN
-        return self._begin(name, parent.trace_id, parent, kind, start_ns, attributes)
+        if self._sender is None or not parent.sampled:
+            return Span(None, None, parent)
+        return self._begin(name, parent.trace_id, parent, kind, start_ns, attributes, links)
 
     def begin_root(
         self,
@@ -209,14 +133,15 @@ class Tracing:
         attributes: dict[str, AttributeValue] | None = None,
     ) -> Span:
         """Open the span of a request at the front door: a parent's decision is obeyed, else `sample_ratio` decides."""
-        if self._thread is None:
-            return NOOP_SPAN
         if incoming is not None:
             return self.begin(name, incoming, kind=kind, start_ns=start_ns, attributes=attributes)
+        if self._sender is None:
+            return NOOP_SPAN
         trace_id = os.urandom(16)
         # As the SDK's ratio sampler: the low 64 bits of the id against the bound, so all services would agree.
         if int.from_bytes(trace_id[8:]) >= self._ratio * (1 << 64):
-            return NOOP_SPAN
+            # The ids still join the log lines of a request.
+            return Span(None, None, TraceContext(trace_id, os.urandom(8), flags=0))
         return self._begin(name, trace_id, None, kind, start_ns, attributes)
 
     def _begin(
@@ -227,67 +152,28 @@ class Tracing:
         kind: str,
         start_ns: int | None,
         attributes: dict[str, AttributeValue] | None,
+        links: Sequence[TraceContext] = (),
     ) -> Span:
         context = TraceContext(trace_id, os.urandom(8), SAMPLED)
         with self._lock:
             self._open += 1
-        record = _Record(name, kind, context, parent, start_ns or time.time_ns(), attributes=dict(attributes or {}))
+        started = start_ns or time.time_ns()
+        record = SpanRecord(name, kind, context, parent, started, attributes=dict(attributes or {}), links=list(links))
         return Span(self, record)
 
-    def finish(self, record: _Record) -> None:
+    def finish(self, record: SpanRecord) -> None:
         """Take over an ended record (called by `Span.end`)."""
         with self._lock:
             self._open -= 1
-        try:
-            self._pending.put_nowait(record)
-        except queue.Full:
-            self._dropped += 1
-            if self._dropped == 1:
-                logger.warning("spans are dropped: more than %d are waiting for the exporter", _MAX_PENDING)
+        if self._sender is not None:
+            self._sender.put(record)
 
     def flush(self, timeout_s: float = 5.0) -> None:
-        """Wait until every ended span has been handed to the exporter."""
-        if self._thread is None:
-            return
-        reached = threading.Event()
-        self._pending.put(reached, timeout=timeout_s)
-        reached.wait(timeout_s)
-        self._provider.force_flush(int(timeout_s * 1000))
+        """Wait until every ended span has been handed to the receiver."""
+        if self._sender is not None:
+            self._sender.flush(timeout_s)
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout_s: float = 2.0) -> None:
         """Flush and stop; spans that end later are lost."""
-        if self._thread is None:
-            return
-        self.flush()
-        self._pending.put(None)
-        self._thread.join(5)
-        self._provider.shutdown()
-
-    def _emit_loop(self) -> None:
-        while (item := self._pending.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                self._emit(item)
-
-    def _emit(self, record: _Record) -> None:
-        self._ids.trace_id = int.from_bytes(record.context.trace_id)
-        self._ids.span_id = int.from_bytes(record.context.span_id)
-        parent_context = None
-        if record.parent is not None:
-            remote = SpanContext(
-                int.from_bytes(record.parent.trace_id), int.from_bytes(record.parent.span_id), True, TraceFlags(SAMPLED)
-            )
-            parent_context = set_span_in_context(NonRecordingSpan(remote))
-        span = self._tracer.start_span(
-            record.name,
-            context=parent_context,
-            kind=_KINDS[record.kind],
-            attributes=record.attributes,
-            start_time=record.start_ns,
-        )
-        for at_ns, name, attributes in record.events:
-            span.add_event(name, attributes, at_ns)
-        if record.error is not None:
-            span.set_status(Status(StatusCode.ERROR, record.error))
-        span.end(record.end_ns)
+        if self._sender is not None:
+            self._sender.shutdown(timeout_s)

@@ -1,0 +1,21 @@
+"""Keys of the section `engine` that only `engine.kind: vllm` uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field
+
+VLLM_ARGUMENTS: dict[str, Any] = Field(
+    default_factory=dict,
+    description="engine.kind vllm: arguments of vLLM, named as in its AsyncEngineArgs, passed on untouched; sizes of "
+    "cache, block and batch are among them",
+)
+VLLM_PYTHON = cast(
+    "Path | None",
+    Field(
+        default=None,
+        description="engine.kind vllm: interpreter of the environment that has vLLM; default: the worker's own",
+    ),
+)
