@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.arrays import expand
+from kvtransfer.lanes import join_lanes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """One side of every pair, int64[N] each. `address`: of the buffer in slot 0; `size` bytes of it; units [lo, hi) are
-    in it; `tokens` of a block (rows of a state); `offset` and `row`: bytes before a section, and of a whole row."""
+    in it; `tokens` of a block (rows of a state); `offset` and `row`: bytes before a section, and of a whole row;
+    `pitch`: bytes from one unit to the next, 0 where they follow each other."""
 
     address: NDArray[np.int64]
     size: NDArray[np.int64]
@@ -33,6 +35,7 @@ class Side:
     kind: NDArray[np.int64]
     group: NDArray[np.int64]
     region: NDArray[np.int64]
+    pitch: NDArray[np.int64]
 
     def take(self, index: NDArray[np.int64]) -> Side:
         """The pairs of these numbers."""
@@ -42,6 +45,11 @@ class Side:
     def unit_bits(self) -> NDArray[np.int64]:
         """Bits of one token of one head. Exact: a page table whose sizes do not divide has been refused."""
         return self.size * 8 // (self.tokens * (self.hi - self.lo))
+
+    @property
+    def step_bits(self) -> NDArray[np.int64]:
+        """Bits from one token of one head to the next one in memory."""
+        return np.where(self.pitch > 0, self.pitch * 8, self.unit_bits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,26 +89,29 @@ def buffer_pairs(src: Holdings, dst: Holdings, atoms: Atoms, tables: tuple[PageT
     layer = dst.layer[atoms.dst_row[which]]
     order = (nth, dst.column("view")[part], layer, dst.column("pool")[part], right.group)
     unit = dst.column("unit_bytes")[part]
-    return BufferPairs(left, right, atoms.lo[which], atoms.hi[which], unit, _numbers(order))
+    return join_lanes(BufferPairs(left, right, atoms.lo[which], atoms.hi[which], unit, _numbers(order)))
 
 
 def _side(holdings: Holdings, row: NDArray[np.int64], entry: NDArray[np.int64], table: PageTable) -> Side:
     part = holdings.part[row]
     address, size = holdings.address[entry], holdings.size[entry]
     slots = np.array([pool.num_slots for pool in table.pools], np.int64)[holdings.column("pool")[part]]
-    stride = holdings.column("stride")[part]
+    stride, pitch, tokens = (holdings.column(name)[part] for name in ("stride", "pitch", "tokens"))
+    units = tokens * (holdings.column("hi") - holdings.column("lo"))[part]
+    span = np.where(pitch > 0, (units - 1) * pitch + size // np.maximum(units, 1), size)
     return Side(
         address=address,
         size=size,
         lo=holdings.column("lo")[part],
         hi=holdings.column("hi")[part],
         stride=stride,
-        tokens=holdings.column("tokens")[part],
+        tokens=tokens,
         offset=holdings.column("offset")[part],
         row=holdings.column("row_bytes")[part],
         kind=holdings.column("kind")[part],
         group=holdings.column("group")[part],
-        region=_regions(table, address, address + (slots - 1) * stride + size),
+        region=_regions(table, address, address + (slots - 1) * stride + span),
+        pitch=pitch,
     )
 
 

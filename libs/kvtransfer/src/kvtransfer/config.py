@@ -33,6 +33,8 @@ class TransferConfig:
     ping_s              quiet time after which a stream is probed; three silent probes make it suspect
     max_open_requests   attempts one peer may have open at once (the smaller of both sides counts)
     max_block_ids       block ids in one KvRequest (the smaller of both sides counts)
+    bounce_unit_bytes   generation: room for chunks that every peer is sure of in the arena of a rank
+    require_path        generation: words the name of the way must contain; the context side measures it; "" = any way
     max_finished        finished attempts a context hub remembers, so that cancels and Reconcile get the recorded answer
     """
 
@@ -51,6 +53,8 @@ class TransferConfig:
     max_open_requests: int = 1024
     max_block_ids: int = 1 << 18
     max_finished: int = 4096
+    require_path: str = ""
+    bounce_unit_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         if not self.backend:
@@ -65,7 +69,14 @@ class TransferConfig:
             raise TransferConfigError("leak_budget_bytes", self.leak_budget_bytes, "must not be negative")
         if not 0 < self.max_held_share <= 1:
             raise TransferConfigError("max_held_share", self.max_held_share, "must lie in (0, 1]")
-        for name in ("max_held_requests", "max_peers", "max_open_requests", "max_block_ids", "max_finished"):
+        for name in (
+            "max_held_requests",
+            "max_peers",
+            "max_open_requests",
+            "max_block_ids",
+            "max_finished",
+            "bounce_unit_bytes",
+        ):
             number: int = getattr(self, name)
             if not 0 < number < 1 << 31:
                 raise TransferConfigError(name, number, "must lie in [1, 2^31)")

@@ -7,17 +7,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtransfer.compatibility import check_compatible
+from kvtransfer.cost.book import DEVICE, HOST, CostBook
+from kvtransfer.cost.model import Shape
+from kvtransfer.cost.policies import ChunkLimits, StagingPolicy, decide
 from kvtransfer.explain import explain, planned_transfer
 from kvtransfer.peer_plan import build_instance_plans
+from kvtransfer.pools import MemoryKind
 from kvtransfer.ports import TokenRange
 from kvtransfer.rank_info import InstanceRole
 from kvtransfer.windows import Chunk
 
 if TYPE_CHECKING:
+    from kvtransfer.cost.policies import Decision
+    from kvtransfer.pools import RegisteredRegion
     from kvtransfer.ports import Incompatibility
     from kvtransfer.probe_ports import PairProbe
     from kvtransfer.rank_info import InstanceInfo
+    from kvtransfer.transfer import Transfer
 
+# The defaults of the two sides.
+SMALLEST_CHUNK, CHUNKS_AT_ONCE = 1 << 20, 3
 # By (src_rank, dst_rank); None: not measured.
 Measured = Callable[[int, int], "PairProbe | None"]
 
@@ -63,12 +72,32 @@ def dry_run(local: InstanceInfo, peer: InstanceInfo, prompt_tokens: int, measure
     if problems:
         text = "\n".join(("can not work together:", *(f"  {one}" for one in problems)))
         return DryRun(context.instance_id, generation.instance_id, problems, (), text)
-    writes: list[PlannedWrite] = []
+    writes, ways = list[PlannedWrite](), list[str]()
     for plan in build_instance_plans(context, generation):
         transfer = planned_transfer(plan, Chunk.of(tokens))
         probe = measured(plan.src_rank, plan.dst_rank)
         path = "" if probe is None else probe.path
         expected = None if probe is None else probe.expected(transfer.nbytes, transfer.fragments)
+        arena = generation.ranks[plan.dst_rank].arena
+        if probe is not None and expected is not None and arena is not None:
+            decision = _decision(transfer, probe, arena)
+            expected = decision.bounced if decision.bounce else decision.direct
+            ways.append(f"rank {plan.src_rank} -> rank {plan.dst_rank}: {_way_text(decision)}")
         writes.append(PlannedWrite(plan.src_rank, plan.dst_rank, transfer.nbytes, transfer.fragments, path, expected))
-    text = explain(context, generation, tokens)
+    text = "\n".join([explain(context, generation, tokens), *ways])
     return DryRun(context.instance_id, generation.instance_id, (), tuple(writes), text)
+
+
+def _decision(transfer: Transfer, probe: PairProbe, arena: RegisteredRegion) -> Decision:
+    """What the cost model says by the last probe; the copies of the ranks are assumed, only they have measured them."""
+    device = arena.memory_kind is MemoryKind.VRAM
+    book = CostBook(DEVICE if device else HOST)
+    book.probed(probe)
+    shape = Shape(transfer.nbytes, transfer.fragments, transfer.fragments, 0)
+    limits = ChunkLimits(SMALLEST_CHUNK, max(SMALLEST_CHUNK, arena.size_bytes // CHUNKS_AT_ONCE))
+    return decide(StagingPolicy.COST, book.cost(probe.path), shape, limits)
+
+
+def _way_text(decision: Decision) -> str:
+    way = f"in chunks of {decision.chunk_bytes >> 20} MiB" if decision.bounce else "directly"
+    return f"{way} ({decision.why})"

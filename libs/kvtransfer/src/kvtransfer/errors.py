@@ -72,6 +72,10 @@ class LedgerError(KVTransferError):
     """A step that could let a page be written by two attempts, or freed under a write. Nothing was changed."""
 
 
+class ArenaError(KVTransferError):
+    """The memory for chunks is too small, or a block of it is taken or given back twice."""
+
+
 class ProtocolError(KVTransferError):
     """A peer said what the protocol does not allow at this point. The stream must end; sessions are not touched."""
 

@@ -51,10 +51,13 @@ class Part:
     # What a token of this view is, counted per slot: tokens of a block, or rows of a state.
     tokens: int
     row_bytes: int
+    # Bytes from one unit to the next, 0 = they follow each other.
+    pitch: int
 
 
 _COLUMNS = (
     "rank", "dp", "group", "view", "order", "pool", "lo", "hi", "unit_bytes", "offset", "stride", "tokens", "row_bytes",
+    "pitch",
 )  # fmt: skip
 
 
@@ -192,6 +195,7 @@ def _parts(info: RankInfo, g: int, group: LayerGroup, v: int, view: PoolView) ->
             stride,
             tokens,
             row,
+            view.pitch or 0,
         )
 
     if view.mapper_kind is not MapperKind.SECTIONED:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from kvtransfer.pools import MapperKind, PoolView, require
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class ShardingKind(Enum):
@@ -72,6 +77,11 @@ class RecurrentGroup:
 
 
 LayerGroup = AttentionGroup | RecurrentGroup
+
+
+def view_spans(group: LayerGroup, view: PoolView) -> NDArray[np.int64]:
+    """Bytes from the first to the end of the last one of every buffer of a view of the group, int64[E]."""
+    return view.spans(group.tokens_per_block if isinstance(group, AttentionGroup) else 1)
 
 
 def _check_layers(ids: tuple[int, ...], views: tuple[PoolView, ...]) -> None:

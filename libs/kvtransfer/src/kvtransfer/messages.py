@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvtransfer.bounce_ports import BounceChunk, ChunkReady, Grant
 from kvtransfer.ports import Incompatibility, RankBlocks, RequestKey, TokenRange, TraceContext, TransferNotice
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 # Names of features that change the meaning of bytes and that this build understands. A peer that requires another one
 # is refused.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+REQUIRE_PATH = "require_path"
+KNOWN_FEATURES: frozenset[str] = frozenset({REQUIRE_PATH})
 
 
 class Capability(Enum):
@@ -29,6 +31,8 @@ class Capability(Enum):
 
     RECONCILE = 1
     GENERATION_FIRST = 2
+    # Chunks, packed by the first packing.
+    BOUNCE_PACKING_1 = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class TransferLimits:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message on a stream, generation to context. Capabilities this build does not know are dropped when read:
-    they can only be missing from the intersection."""
+    they can only be missing from the intersection. `require_path`: what the name of every pair's way must contain."""
 
     protocol_version: int
     min_protocol_version: int
@@ -51,6 +55,7 @@ class Hello:
     required_features: tuple[str, ...]
     instance: InstanceInfo
     connection_epoch: int
+    require_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """Generation asks for `tokens` and exposes `destinations` (blocks from tokens.begin, all ranks in one message).
+    """Generation asks attention-dp group `src_dp` for `tokens` and exposes `destinations`: blocks from tokens.begin,
+    all ranks in one message.
 
     `receive` counts the KvRequests of one generation incarnation from 1 on: no answer to an earlier one and no late
     copy can be taken for this one. `may_retry`: after a failure the pages are kept for one more KvRequest.
@@ -86,6 +92,7 @@ class KvRequest:
     trace: TraceContext | None = None
     receive: int = 0
     may_retry: bool = False
+    src_dp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +223,9 @@ PeerBody = (
     | Bind
     | NotBound
     | FirstTokens
+    | ChunkReady
+    | Grant
+    | BounceChunk
     | Ping
     | Pong
 )

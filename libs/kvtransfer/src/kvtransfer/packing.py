@@ -11,13 +11,12 @@ source gathers by it, the destination scatters by it; `PACKING_VERSION` is negot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtransfer.instantiate import place, place_destination, split
-from kvtransfer.transfer import StridedRuns, join_strided
+from kvtransfer.packed import Packed, PackedGrid, PiecePlaces, RunPlaces
 from kvtransfer.windows import Chunk
 
 if TYPE_CHECKING:
@@ -29,8 +28,46 @@ if TYPE_CHECKING:
     from kvtransfer.ports import TokenRange
     from kvtransfer.regions import RegionPairs
     from kvtransfer.run_table import RunTable
+    from kvtransfer.transfer import StridedRuns
 
 PACKING_VERSION = 1
+
+
+def pack_source(
+    plan: PeerPlan,
+    src_blocks: BlockLists,
+    dst_blocks: BlockLists,
+    tokens: TokenRange | Chunk,
+    *,
+    src_begins: Begins = None,
+    dst_begins: Begins = None,
+    groups: frozenset[int] | None = None,
+) -> Packed:
+    """Source address -> packed offset. Arguments and errors as in `PeerPlan.resolve`. `groups`: only these layer groups
+    of the destination are packed; None = all."""
+    chunk, at, grids = Chunk.of(tokens), 0, list[PackedGrid]()
+    for group in _chosen(plan, groups):
+        placed = place(group, src_blocks, dst_blocks, chunk, src_begins, dst_begins)
+        grids += packed_grids(group, placed, at, reads=True)
+        at += _size(group, placed)
+    return Packed(tuple(grids), at)
+
+
+def pack_destination(
+    plan: PeerPlan,
+    dst_blocks: BlockLists,
+    tokens: TokenRange | Chunk,
+    *,
+    dst_begins: Begins = None,
+    groups: frozenset[int] | None = None,
+) -> Packed:
+    """Packed offset -> destination address: what the receiver computes alone."""
+    chunk, at, grids = Chunk.of(tokens), 0, list[PackedGrid]()
+    for group in _chosen(plan, groups):
+        placed = place_destination(group, dst_blocks, chunk, dst_begins)
+        grids += packed_grids(group, placed, at, reads=False)
+        at += _size(group, placed)
+    return Packed(tuple(grids), at)
 
 
 def gather_strided(
@@ -42,31 +79,17 @@ def gather_strided(
     src_begins: Begins = None,
     dst_begins: Begins = None,
 ) -> StridedRuns:
-    """Source address -> packed offset. Arguments and errors as in `PeerPlan.resolve`."""
-    chunk, at, parts = Chunk.of(tokens), 0, list[StridedRuns]()
-    for group in plan.groups:
-        placed = place(group, src_blocks, dst_blocks, chunk, src_begins, dst_begins)
-        for one in _packed(group, placed, at):
-            runs, pieces = one.runs, one.pieces
-            address = _addresses(runs.src, pieces.src, runs.src_stride, pieces.src_phase, runs.src_step)
-            parts.append(_runs(one, (address, one.offset), (runs.src_step, one.step)))
-        at += _size(group, placed)
-    return join_strided(parts)
+    """`pack_source`, all of it."""
+    packed = pack_source(plan, src_blocks, dst_blocks, tokens, src_begins=src_begins, dst_begins=dst_begins)
+    return packed.part(0, packed.nbytes)
 
 
 def scatter_strided(
     plan: PeerPlan, dst_blocks: BlockLists, tokens: TokenRange | Chunk, *, dst_begins: Begins = None
 ) -> StridedRuns:
-    """Packed offset -> destination address: what the receiver computes alone."""
-    chunk, at, parts = Chunk.of(tokens), 0, list[StridedRuns]()
-    for group in plan.groups:
-        placed = place_destination(group, dst_blocks, chunk, dst_begins)
-        for one in _packed(group, placed, at):
-            runs, pieces = one.runs, one.pieces
-            address = _addresses(runs.dst, pieces.dst, runs.dst_stride, pieces.dst_phase, runs.dst_step)
-            parts.append(_runs(one, (one.offset, address), (one.step, runs.dst_step)))
-        at += _size(group, placed)
-    return join_strided(parts)
+    """`pack_destination`, all of it."""
+    packed = pack_destination(plan, dst_blocks, tokens, dst_begins=dst_begins)
+    return packed.part(0, packed.nbytes)
 
 
 def packed_bytes(
@@ -97,35 +120,29 @@ def scatter(
     return scatter_strided(plan, dst_blocks, tokens, dst_begins=dst_begins).pairs()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """`offset` bytes [runs, pieces] of the first token; `step` bits [runs] from token to token."""
-
-    runs: RunTable
-    pieces: Placed
-    offset: NDArray[np.int64]
-    step: NDArray[np.int64]
-
-
-def _packed(group: GroupPlan, placed: Placed, at: int) -> list[_Packed]:
+def packed_grids(group: GroupPlan, placed: Placed, at: int, *, reads: bool) -> list[PackedGrid]:
     """The whole and the cut blocks of a group whose packed range begins at byte `at`."""
     if not len(placed):
         return []
     block_begin, block_tokens, within = _in_blocks(placed)
-    total, made = int(placed.count.sum()), list[_Packed]()
+    total, made = int(placed.count.sum()), list[PackedGrid]()
     full = group.full_blocks(placed.src_phase, placed.dst_phase, placed.count)
     for chosen, pieces in zip((full, ~full), split(group, placed), strict=True):
         if not len(pieces):
             continue
         runs = group.whole_runs if chosen is full else group.cut_runs
         base, row, prefix = _in_buffers(runs, total)
-        begin, tokens, before = block_begin[chosen], block_tokens[chosen], within[chosen]
+        block, phase = (pieces.src, pieces.src_phase) if reads else (pieces.dst, pieces.dst_phase)
+        where = PiecePlaces(block, phase, block_begin[chosen], block_tokens[chosen], within[chosen], pieces.count)
+        address = (runs.src, runs.src_stride, runs.src_step) if reads else (runs.dst, runs.dst_stride, runs.dst_step)
         major = runs.token_major == 1
-        head_major = np.outer(row, begin) + np.outer(prefix, tokens) + np.outer(runs.unit, before)
-        token_major = np.outer(row, begin + before) + prefix[:, None]
-        bits = base[:, None] + np.where(major[:, None], token_major, head_major)
-        made.append(_Packed(runs, pieces, at + (bits >> 3), np.where(major, row, runs.unit)))
+        columns = RunPlaces(*address, runs.unit, base + 8 * at, row, prefix, major, base + 8 * at + row * total)
+        made.append(PackedGrid(columns, where, reads=reads))
     return made
+
+
+def _chosen(plan: PeerPlan, groups: frozenset[int] | None) -> list[GroupPlan]:
+    return [group for group in plan.groups if groups is None or group.dst.number in groups]
 
 
 def _in_blocks(placed: Placed) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -153,29 +170,3 @@ def _size(group: GroupPlan, placed: Placed) -> int:
     if not len(placed):
         return 0
     return int(group.bits_per_token) * int(placed.count.sum()) >> 3
-
-
-def _addresses(
-    base: NDArray[np.int64],
-    block: NDArray[np.int64],
-    stride: NDArray[np.int64],
-    phase: NDArray[np.int64],
-    step: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    return base[:, None] + np.outer(stride, block) + (np.outer(step, phase) >> 3)
-
-
-def _runs(
-    one: _Packed,
-    ends: tuple[NDArray[np.int64], NDArray[np.int64]],
-    steps: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> StridedRuns:
-    """One row for each (run, piece); tokens that follow each other on both ends are one run."""
-    unit, tokens = one.runs.unit, one.pieces.count
-    solid = ((unit == steps[0]) & (unit == steps[1]))[:, None]
-    shape = (len(unit), len(tokens))
-    length = np.where(solid, np.outer(unit, tokens), unit[:, None]) >> 3
-    count = np.where(solid, 1, tokens[None, :])
-    hops = (np.broadcast_to(np.where(solid, 0, step[:, None] >> 3), shape) for step in steps)
-    columns = (*ends, length, count, *hops)
-    return StridedRuns(*(np.ascontiguousarray(column).reshape(-1) for column in columns))

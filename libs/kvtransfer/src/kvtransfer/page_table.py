@@ -12,6 +12,7 @@ from kvtransfer.layer_groups import LayerGroup as LayerGroup
 from kvtransfer.layer_groups import RecurrentGroup as RecurrentGroup
 from kvtransfer.layer_groups import ShardingKind as ShardingKind
 from kvtransfer.layer_groups import TokenSharding as TokenSharding
+from kvtransfer.layer_groups import view_spans as view_spans
 from kvtransfer.pools import MAX_ADDRESS as MAX_ADDRESS
 from kvtransfer.pools import BufferEntries as BufferEntries
 from kvtransfer.pools import HeadInterval as HeadInterval

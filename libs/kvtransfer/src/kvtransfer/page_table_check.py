@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.errors import GeometryError
-from kvtransfer.page_table import MAX_ADDRESS, MapperKind, RecurrentGroup, entry_addresses
+from kvtransfer.page_table import MAX_ADDRESS, MapperKind, RecurrentGroup, entry_addresses, view_spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +40,8 @@ def check_page_table(table: PageTable) -> None:
             pool = table.pools[view.pool]
             _check_view(group, view, pool, field)
             _check_sizes(group, view, field)
-            lookups = _check_inside_regions(pool, view, starts, ends, field, lookups)
+            spans = view_spans(group, view)
+            lookups = _check_inside_regions(pool, view, spans, starts, ends, field, lookups)
         _roles_once(group, f"groups[{g}]")
         _check_disjoint(table, group, f"groups[{g}]")
 
@@ -88,9 +89,9 @@ def _check_view(group: LayerGroup, view: PoolView, pool: PhysicalPool, field: st
     if int(entries.layer.max()) >= layers:
         raise GeometryError(f"{field}.entries.layer", int(entries.layer.max()), f"the group has {layers} layers")
     # Python integers: nothing here can overflow before it has been compared.
-    for offset, size in zip(entries.offset.tolist(), entries.size.tolist(), strict=True):
-        if offset + size > pool.slot_bytes:
-            raise GeometryError(f"{field}.entries", f"{offset} + {size}", f"leaves the slot of {pool.slot_bytes} bytes")
+    for offset, span in zip(entries.offset.tolist(), view_spans(group, view).tolist(), strict=True):
+        if offset + span > pool.slot_bytes:
+            raise GeometryError(f"{field}.entries", f"{offset} + {span}", f"leaves the slot of {pool.slot_bytes} bytes")
     last_layer = int(entries.layer.max()) * pool.layer_stride
     last = pool.base_address + last_layer + (pool.num_slots - 1) * pool.slot_stride + pool.slot_bytes
     if last > MAX_ADDRESS:
@@ -114,14 +115,33 @@ def _check_sizes(group: LayerGroup, view: PoolView, field: str) -> None:
         if len(uneven):
             problem = f"bytes do not divide evenly among {parts} tokens x heads"
             raise GeometryError(f"{field}.entries.size", int(uneven[0]), problem)
+        _check_pitch(view, sizes, parts, field)
+    elif view.pitch is not None:
+        raise GeometryError(f"{field}.pitch", view.pitch, "belongs to attention groups")
+
+
+def _check_pitch(view: PoolView, sizes: NDArray[np.int64], parts: int, field: str) -> None:
+    if view.pitch is None:
+        return
+    broken = sizes[sizes % parts != 0]
+    if len(broken):
+        raise GeometryError(f"{field}.pitch", view.pitch, f"units of {broken[0]} / {parts} bytes need none")
+    unit = int(sizes.max()) // parts
+    if unit > view.pitch:
+        raise GeometryError(f"{field}.pitch", view.pitch, f"units of {unit} bytes would overlap")
 
 
 def _check_inside_regions(
-    pool: PhysicalPool, view: PoolView, starts: NDArray[np.int64], ends: NDArray[np.int64], field: str, budget: int
+    pool: PhysicalPool,
+    view: PoolView,
+    sizes: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    field: str,
+    budget: int,
 ) -> int:
     """Returns what is left of `budget`, the number of (buffer, region) pairs that may be compared."""
     first = entry_addresses(pool, view.entries)
-    sizes = view.entries.size.astype(np.int64)
     span = np.int64((pool.num_slots - 1) * pool.slot_stride)
     # Most pools lie in one registration: then the first and the last slot decide for all slots between them.
     rest = np.flatnonzero(~_inside_one(first, sizes + span, starts, ends))
@@ -165,6 +185,14 @@ def _inside_one(
     return (region >= 0) & (begin + size <= ends[region])
 
 
+def _lane(group: LayerGroup, view: PoolView) -> NDArray[np.int64]:
+    """Bytes of one unit of every buffer of a view with a pitch; of the buffer otherwise."""
+    size = view.entries.size.astype(np.int64)
+    if view.pitch is None or isinstance(group, RecurrentGroup):
+        return size
+    return size // view.units(group.tokens_per_block)
+
+
 def _check_disjoint(table: PageTable, group: LayerGroup, field: str) -> None:
     """No byte of the group belongs to two (buffer, slot) pairs, or it would have two writers."""
     count = sum(len(view.entries) for view in group.views)
@@ -172,12 +200,15 @@ def _check_disjoint(table: PageTable, group: LayerGroup, field: str) -> None:
         raise GeometryError(f"{field}.views", count, f"buffers; at most {MAX_GROUP_ENTRIES} are accepted")
     pools = [table.pools[view.pool] for view in group.views]
     base = np.concatenate([entry_addresses(p, v.entries) for p, v in zip(pools, group.views, strict=True)])
-    size = np.concatenate([v.entries.size.astype(np.int64) for v in group.views])
+    size = np.concatenate([view_spans(group, v) for v in group.views])
+    lane = np.concatenate([_lane(group, v) for v in group.views])
     lengths = [len(view.entries) for view in group.views]
     stride = np.repeat(np.array([pool.slot_stride for pool in pools], np.int64), lengths)
     slots = np.repeat(np.array([pool.num_slots for pool in pools], np.int64), lengths)
+    pitch = np.repeat(np.array([view.pitch or 0 for view in group.views], np.int64), lengths)
     order = np.argsort(base, kind="stable")
     base, size, stride, slots = base[order], size[order], stride[order], slots[order]
+    lane, pitch = lane[order], pitch[order]
     end = base + (slots - 1) * stride + size
     begins: list[int] = base.tolist()
     for i in range(count - 1):
@@ -194,5 +225,11 @@ def _check_disjoint(table: PageTable, group: LayerGroup, field: str) -> None:
         # Slot s of the later buffer meets slot s + k (from below) or slot s + k + 1 (from above) of this one.
         below = (k < slots[i]) & (rest < size[i])
         above = (k + 1 < slots[i]) & (stride[i] - rest < size[later])
+        if pitch[i]:
+            # Units of one pitch meet in every place or in none, when slots are a whole number of them apart.
+            shift = gap % pitch[i]
+            beside = (shift >= lane[i]) & (pitch[i] - shift >= lane[later])
+            apart = (pitch[later] == pitch[i]) & (stride[i] % pitch[i] == 0) & beside
+            below, above = below & ~apart, above & ~apart
         if (below | above).any():
             raise GeometryError(f"{field}.views", f"{int(base[i]):#x}", "two buffers share bytes")

@@ -208,6 +208,15 @@ def build_rank_plans(
     return tuple(_plan(relation, rank, generation.ranks[b]).prepare() for a, b in relation.pairs() if a == rank.rank)
 
 
+def build_source_plans(
+    context: InstanceInfo, generation: InstanceInfo, rank: int, *, seed_compat: bool = False
+) -> tuple[PeerPlan, ...]:
+    """The plans of all writers to one generation rank, by src_rank, ready for requests. Raises PeerIncompatible."""
+    relation = _related(context.ranks, generation, seed_compat)
+    info = generation.ranks[rank]
+    return tuple(_plan(relation, context.ranks[a], info).prepare() for a, b in relation.pairs() if b == rank)
+
+
 def plan_digest(context: InstanceInfo, generation: InstanceInfo, *, seed_compat: bool = False) -> bytes:
     """`Welcome.plan_digest` computed from both descriptions alone; either side may. Raises PeerIncompatible."""
     relation = _related(context.ranks, generation, seed_compat)

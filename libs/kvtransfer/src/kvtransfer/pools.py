@@ -206,6 +206,12 @@ class PoolView:
         REPLICATED  [token][bits]            the same on every tensor-parallel rank
         SECTIONED   [row][section][unit]     recurrent state; `sections` in the order of the bytes, `rows` of them
 
+    `pitch`: bytes from one unit (a token of a head) to the next where they do not follow each other; sizes still count
+    the bytes of the units alone. Storage that puts K and V of a token side by side has two views of half its pitch:
+
+        size      |K K K|     |K K K|     |K K K|            `spans` |K…K.....K…K.....K…K|
+        pitch      k k k v v v k k k v v v k k k v v v
+
     The n-th buffer of a layer is the n-th buffer of that layer in the peer's view, wherever either of them lies.
     """
 
@@ -216,6 +222,7 @@ class PoolView:
     kv_heads: HeadInterval = ONE_HEAD
     sections: tuple[Section, ...] = ()
     rows: int = 1
+    pitch: int | None = None
 
     def __post_init__(self) -> None:
         require(bool(self.roles), "view.roles", "{}", "must name at least one role")
@@ -226,11 +233,26 @@ class PoolView:
         require(sectioned == bool(labels), "view.sections", labels, "belong to SECTIONED views, and only to them")
         require(len(set(labels)) == len(labels), "view.sections", labels, "names a section twice")
         require(sectioned or self.rows == 1, "view.rows", self.rows, "only SECTIONED buffers have rows")
+        pitched = self.pitch is not None
+        require(not (sectioned and pitched), "view.pitch", self.pitch, "belongs to views of tokens")
+        require(self.pitch is None or 0 < self.pitch < 1 << 31, "view.pitch", self.pitch, "must lie in [1, 2^31)")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of a SECTIONED buffer."""
         return sum(section.nbytes for section in self.sections)
+
+    def units(self, tokens: int) -> int:
+        """Units of a buffer that holds `tokens` tokens."""
+        return tokens if self.mapper_kind is MapperKind.REPLICATED else tokens * len(self.kv_heads)
+
+    def spans(self, tokens: int) -> NDArray[np.int64]:
+        """Bytes from the first to the end of the last one of every buffer, int64[E]; `tokens` of a block."""
+        size = self.entries.size.astype(np.int64)
+        if self.pitch is None:
+            return size
+        units = self.units(tokens)
+        return (units - 1) * np.int64(self.pitch) + size // units
 
 
 def entry_addresses(pool: PhysicalPool, entries: BufferEntries) -> NDArray[np.int64]:

@@ -8,9 +8,9 @@ The protobuf twins live in `transfer_ipc.proto` and `transfer.proto`; `kvtransfe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from isthmus_core.keys import RequestKey as RequestKey
 from isthmus_core.tracing import TraceContext as TraceContext
@@ -21,6 +21,11 @@ from kvtransfer.binding_ports import Bound as Bound
 from kvtransfer.binding_ports import FirstTokensArrived as FirstTokensArrived
 from kvtransfer.binding_ports import ReceiveIntent as ReceiveIntent
 from kvtransfer.binding_ports import SendFirstTokens as SendFirstTokens
+from kvtransfer.bounce_ports import Grant as Grant
+from kvtransfer.bounce_ports import MeetSource as MeetSource
+from kvtransfer.bounce_ports import PeerWord as PeerWord
+from kvtransfer.bounce_ports import Scattered as Scattered
+from kvtransfer.bounce_ports import ScatterOrder as ScatterOrder
 from kvtransfer.probe_ports import PairProbe as PairProbe
 from kvtransfer.probe_ports import PeerProbed as PeerProbed
 from kvtransfer.probe_ports import ProbePeer as ProbePeer
@@ -43,8 +48,7 @@ class TokenRange:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class RankBlocks:
+class RankBlocks(NamedTuple):
     """Blocks of one layer group on one rank, int32, in token order. -1 entries name no block.
 
     `begin`: first token wanted (destination) or held (source); blocks[0] holds it, or the first token after it that the
@@ -86,7 +90,7 @@ class SendOffer:
     """A context leg offers pages. They stay pinned until its `SendOutcome`. `sources` lists blocks from token 0.
 
     Offered whole, or chunk by chunk: `chunk` counts from 0 (from 1 after BindContext), `more` says that others follow,
-    `tokens` are the chunk's.
+    `tokens` are the chunk's. `dp_rank`: the attention-dp group that holds the pages.
     """
 
     key: RequestKey
@@ -94,15 +98,17 @@ class SendOffer:
     sources: tuple[RankBlocks, ...]
     chunk: int = 0
     more: bool = False
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The context instance that holds the pages of an attempt."""
+    """The context instance that holds the pages of an attempt, and which of its attention-dp groups does."""
 
     endpoint: str
     instance_id: str
     incarnation: bytes
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,9 @@ class ReceiveRequest:
     """A generation leg exposes pages (blocks from `tokens.begin`) and asks `holder` for its cache.
 
     The caller guarantees that every kernel that used the pages before has finished. `may_retry`: after a failure the
-    same attempt may be asked for once more, with fresh pages; the holder keeps its own until then.
+    same attempt may be asked for once more, with fresh pages; the holder keeps its own until then. `dp_rank`: the
+    attention-dp group of this instance that the pages belong to; every rank of it that holds cache lists its blocks.
+    `timeout_s`: what is left of the request's time for the cache; 0 = as the hub is configured.
     """
 
     key: RequestKey
@@ -119,6 +127,8 @@ class ReceiveRequest:
     holder: Holder
     trace: TraceContext | None = None
     may_retry: bool = False
+    dp_rank: int = 0
+    timeout_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +141,9 @@ class CancelTransfer:
 # --- hub -> scheduler role
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """What one writer's work cost. Durations in seconds."""
+class TransferStats(NamedTuple):
+    """What one writer's work cost. Durations in seconds. `bounced`: bytes that went through chunks;
+    `predicted`: what the cost model expected from the order to the end, 0 when it was not asked."""
 
     bytes: int = 0
     descriptors: int = 0
@@ -142,6 +152,8 @@ class TransferStats:
     plan: float = 0.0
     post: float = 0.0
     wire: float = 0.0
+    bounced: int = 0
+    predicted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +198,13 @@ class LoadPeer:
     """Load the agents of a peer instance, build the plans, warm the connections. Answered by `PeerLoaded`.
 
     `ranks`: all of the own instance in flat order, among which writers are elected; empty: this is the only one.
+    `bounce`: both sides can bounce. `require_path`: what the peer requires the name of the way to contain.
     """
 
     peer: InstanceInfo
     ranks: tuple[RankInfo, ...] = ()
+    bounce: bool = False
+    require_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +288,12 @@ class Extent:
     layer_end: int
 
 
-@dataclass(frozen=True, slots=True)
-class TransferNotice:
+class TransferNotice(NamedTuple):
     """One writer is done with one attempt and never touches the destination again.
 
     `not_held`: nothing was written because the context side does not hold the pages (never offered, expired,
-    withdrawn); only with NEVER_STARTED. `receive`: number of the KvRequest that this answers.
+    withdrawn); only with NEVER_STARTED. `receive`: number of the KvRequest that this answers. `chunks`: how many
+    BounceChunks belong to what was delivered.
     """
 
     key: RequestKey
@@ -287,15 +302,16 @@ class TransferNotice:
     outcome: WriterOutcome
     extents: tuple[Extent, ...] = ()
     reason: str = ""
-    stats: TransferStats = field(default_factory=TransferStats)
+    stats: TransferStats = TransferStats()
     not_held: bool = False
     receive: int = 0
+    chunks: int = 0
 
 
 SchedulerToHub = SendOffer | ReceiveRequest | CancelTransfer | ReceiveIntent | BindContext | SendFirstTokens
 HubToScheduler = SendOutcome | ReceiveOutcome | BindNews
-HubToRank = LoadPeer | ForgetPeer | WriteOrder | CancelWrite | ProbePeer
-RankToHub = RankReady | PeerLoaded | TransferNotice | PeerProbed
+HubToRank = LoadPeer | ForgetPeer | WriteOrder | CancelWrite | ProbePeer | Grant | MeetSource | ScatterOrder
+RankToHub = RankReady | PeerLoaded | TransferNotice | PeerProbed | PeerWord | Scattered
 
 
 class SchedulerPort(Protocol):

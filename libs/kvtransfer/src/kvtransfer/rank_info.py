@@ -89,7 +89,8 @@ class AgentDescriptor:
 class RankInfo:
     """Everything a peer must know about one rank before the first byte moves. `extra`: as in PageTable.
 
-    `scratch`: memory that holds nothing; peers may write to it at any time to measure the way.
+    `scratch`: memory that holds nothing; peers may write to it at any time to measure the way. `arena`: memory for
+    chunks of peers, each written after a Grant; None: this rank takes none.
     """
 
     rank: int
@@ -98,19 +99,20 @@ class RankInfo:
     agent: AgentDescriptor
     extra: bytes = b""
     scratch: RegisteredRegion | None = None
+    arena: RegisteredRegion | None = None
 
     def __post_init__(self) -> None:
         if self.rank != self.topology.flat_rank:
             raise GeometryError("rank", self.rank, f"topology says flat rank {self.topology.flat_rank}")
-        if self.scratch is not None:
-            for region in self.page_table.regions:
-                if region.overlaps(self.scratch):
-                    raise GeometryError("scratch.base_address", f"{self.scratch.base_address:#x}", "overlaps the cache")
+        for name in ("scratch", "arena"):
+            extra: RegisteredRegion | None = getattr(self, name)
+            if extra is not None and any(region.overlaps(extra) for region in self.page_table.regions):
+                raise GeometryError(f"{name}.base_address", f"{extra.base_address:#x}", "overlaps the cache")
 
     @property
     def regions(self) -> tuple[RegisteredRegion, ...]:
         """Everything that is registered with the agent."""
-        return (*self.page_table.regions, *(() if self.scratch is None else (self.scratch,)))
+        return (*self.page_table.regions, *(one for one in (self.scratch, self.arena) if one is not None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.errors import PlanError
-from kvtransfer.page_table import entry_addresses
+from kvtransfer.page_table import entry_addresses, view_spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def _spans(table: PageTable, group: int) -> dict[int, tuple[int, int]]:
         pool = table.pools[view.pool]
         first = entry_addresses(pool, view.entries)
         begin = int(first.min())
-        end = int((first + view.entries.size).max()) + (pool.num_slots - 1) * pool.slot_stride
+        end = int((first + view_spans(table.groups[group], view)).max()) + (pool.num_slots - 1) * pool.slot_stride
         known = spans.get(view.pool, (begin, end))
         spans[view.pool] = (min(begin, known[0]), max(end, known[1]))
     return spans
@@ -87,7 +87,7 @@ def _spans(table: PageTable, group: int) -> dict[int, tuple[int, int]]:
 def same_slot(table: PageTable, a: int, b: int, pool: int | None = None) -> bool:
     """True when slot n of group `a` and slot n of another group `b` have a byte in common: in `pool`, or in any."""
     spans = [
-        np.stack((begin, begin + view.entries.size), axis=1)
+        np.stack((begin, begin + view_spans(table.groups[group], view)), axis=1)
         for group in (a, b)
         for view in table.groups[group].views
         if pool is None or view.pool == pool

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvtransfer.ports import TransferFailure, WriterOutcome
 
 if TYPE_CHECKING:
-    from isthmus_core.tracing import Span, TraceContext, Tracing
-    from kvtransfer.ports import ReceiveOutcome, ReceiveRequest, RequestKey, TransferNotice
+    from isthmus_core.tracing import AttributeValue, Span, TraceContext, Tracing
+    from kvtransfer.ports import ReceiveOutcome, ReceiveRequest, RequestKey, TransferNotice, TransferStats
 
 RECEIVE_SPAN = "kv.receive"
 TRANSFER_SPAN = "kv.transfer"
@@ -27,6 +27,9 @@ DST_RANK = "kv.dst_rank"
 BYTES = "kv.bytes"
 DESCRIPTORS = "kv.descriptors"
 PATH = "kv.path"
+MODE = "kv.mode"
+BOUNCED_BYTES = "kv.bounced_bytes"
+PREDICTED_MS = "kv.predicted_ms"
 QUEUE_MS = "kv.queue_ms"
 PLAN_MS = "kv.plan_ms"
 POST_MS = "kv.post_ms"
@@ -50,6 +53,7 @@ def end_receive(span: Span, outcome: ReceiveOutcome) -> None:
         span.set(BYTES, writers.bytes)
         span.set(DESCRIPTORS, writers.descriptors)
         span.set(PATH, writers.path)
+        span.set(MODE, _mode(writers))
         span.set(TOTAL_MS, outcome.stats.total * 1e3)
     failed = outcome.failure is not TransferFailure.NONE
     span.set(OUTCOME, outcome.failure.name.lower() if failed else "delivered")
@@ -71,6 +75,11 @@ def end_transfer(span: Span, notice: TransferNotice) -> None:
     span.set(BYTES, stats.bytes)
     span.set(DESCRIPTORS, stats.descriptors)
     span.set(PATH, stats.path)
+    span.set(MODE, _mode(stats))
+    if stats.bounced:
+        span.set(BOUNCED_BYTES, stats.bounced)
+    if stats.predicted:
+        span.set(PREDICTED_MS, stats.predicted * 1e3)
     for name, seconds in ((QUEUE_MS, stats.queue), (PLAN_MS, stats.plan), (POST_MS, stats.post), (WIRE_MS, stats.wire)):
         span.set(name, seconds * 1e3)
     span.set(OUTCOME, notice.outcome.name.lower())
@@ -80,9 +89,16 @@ def end_transfer(span: Span, notice: TransferNotice) -> None:
     span.end(error=notice.reason or notice.outcome.name if failed else None)
 
 
-def _identity(key: RequestKey, instance_id: str, incarnation: bytes) -> dict[str, str | bool | int | float]:
+def _mode(stats: TransferStats) -> str:
+    """How the bytes went: each piece by itself, through the bounce arena, or some this way and some that."""
+    if not stats.bounced:
+        return "direct"
+    return "bounced" if stats.bounced >= stats.bytes else "mixed"
+
+
+def _identity(key: RequestKey, instance_id: str, incarnation: bytes) -> dict[str, AttributeValue]:
     return {
-        REQUEST_ID: key.request_id,
+        REQUEST_ID: str(key.request_id),
         ATTEMPT: key.attempt,
         PEER: instance_id,
         PEER_INCARNATION: incarnation.hex(),

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from kvtransfer.bounce_ports import Grant
 from kvtransfer.control.liveness import Liveness, Probe
 from kvtransfer.control.negotiation import Dialect, Terms, answer_hello, limits_of, make_welcome
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import (
     Cancel,
+    Capability,
     Envelope,
     ExitReport,
     FenceWriter,
@@ -34,12 +36,14 @@ from kvtransfer.messages import (
 from kvtransfer.peer_plan import combine_digests
 from kvtransfer.ports import ForgetPeer, LoadPeer, PeerLoaded
 from kvtransfer.session.actions import Emit, EndReason, PeerId, ToRank
-from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
+from kvtransfer.session.transmit import TransmitSessions
+from kvtransfer.session.transmit_attempt import TransmitPeer
 
 if TYPE_CHECKING:
     from kvtransfer.config import TransferConfig
     from kvtransfer.rank_info import InstanceInfo
     from kvtransfer.session.bindings import Bindings
+    from kvtransfer.session.bounce_transmit import BounceTransmit
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +91,14 @@ class ContextControl:
         config: TransferConfig,
         sessions: TransmitSessions,
         bindings: Bindings,
+        chunks: BounceTransmit,
         emit: Emit,
         say: Callable[[int, PeerBody], None],
         end: Callable[[int, EndReason, str], None],
         dialect: Dialect | None = None,
     ) -> None:
         self._local, self._config, self._sessions, self._bindings = local, config, sessions, bindings
+        self._chunks = chunks
         self._emit, self._say, self._end = emit, say, end
         self._dialect, self._limits = dialect or Dialect(), limits_of(config)
         self._streams: dict[int, _Stream] = {}
@@ -111,6 +117,7 @@ class ContextControl:
         peer = self._peers.get(stream.peer)
         if peer is not None and peer.stream == number:
             peer.stream, peer.quiet_since = None, now
+            self._chunks.stream_closed(stream.peer)
 
     def envelope(self, number: int, envelope: Envelope, now: float) -> None:
         """Everything that came at once. Raises ProtocolError: the driver then ends the stream with that text."""
@@ -146,7 +153,9 @@ class ContextControl:
         digest = combine_digests([answer.plan_digest for answer in answers])
         stream.state = StreamState.READY
         writers = tuple((plan.src_rank, plan.dst_rank) for plan in stream.terms.plans)
-        self._sessions.meet((loaded.instance_id, loaded.incarnation), TransmitPeer(writers, stream.terms.limits))
+        groups = {plan.src_rank: plan.src_dp for plan in stream.terms.plans if plan.src_dp}
+        peer_id = (loaded.instance_id, loaded.incarnation)
+        self._sessions.meet(peer_id, TransmitPeer(writers, stream.terms.limits, groups))
         self._say(stream.number, make_welcome(self._local, stream.terms, digest, stream.epoch))
         log.info("generation instance %s may ask: %s", loaded.instance_id, stream.terms)
 
@@ -232,7 +241,8 @@ class ContextControl:
             verdict,
         )
         for rank in range(len(self._local.ranks)):
-            self._emit(ToRank(rank, LoadPeer(hello.instance, self._local.ranks)))
+            bounce = Capability.BOUNCE_PACKING_1 in verdict.capabilities
+            self._emit(ToRank(rank, LoadPeer(hello.instance, self._local.ranks, bounce, hello.require_path)))
 
     def _said(self, stream: _Stream, envelope: Envelope, message: PeerBody, now: float) -> None:
         peer = stream.peer
@@ -248,9 +258,12 @@ class ContextControl:
                 self._sessions.request(peer, message, now)
             case KvIntent(key):
                 self._bindings.intent(peer, key)
+            case Grant():
+                self._chunks.granted(peer, message)
             case Cancel(key, receive):
                 self._sessions.cancel(peer, key, receive, now)
             case Reconcile(receives):
+                self._chunks.reconcile(peer, receives)
                 self._sessions.reconcile(peer, receives, now)
             case FenceWriter(receives):
                 for notice in self._sessions.fence(peer, receives):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from kvtransfer.bounce_ports import BounceChunk, ChunkReady
 from kvtransfer.control.liveness import Liveness, Probe
 from kvtransfer.control.negotiation import Dialect, Terms, check_welcome, limits_of, make_hello, swapped
 from kvtransfer.control.pairs import PairState as PairState
@@ -43,6 +44,7 @@ from kvtransfer.session.receive import ReceiveSessions
 if TYPE_CHECKING:
     from kvtransfer.config import TransferConfig
     from kvtransfer.rank_info import InstanceInfo
+    from kvtransfer.session.bounce_receive import BounceReceive
     from kvtransfer.session.intents import Intents
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class GenerationControl:
         config: TransferConfig,
         sessions: ReceiveSessions,
         intents: Intents,
+        chunks: BounceReceive,
         say: Callable[[PeerId, PeerBody], None],
         end: Callable[[PeerId, EndReason, str], None],
         start: Callable[[PeerAddress], None],
@@ -93,6 +96,7 @@ class GenerationControl:
         dialect: Dialect | None = None,
     ) -> None:
         self._local, self._config, self._sessions, self._intents = local, config, sessions, intents
+        self._chunks = chunks
         self._say, self._end, self._start, self._stop, self._on_pair = say, end, start, stop, on_pair
         self._dialect, self._limits = dialect or Dialect(), limits_of(config)
         self._links: dict[PeerId, _Link] = {}
@@ -135,7 +139,7 @@ class GenerationControl:
         link.epoch = self._epoch
         link.state, link.liveness = LinkState.GREETING, Liveness(self._config.ping_s, now)
         link.hears = b""
-        link.hello = make_hello(self._local, self._limits, link.epoch, self._dialect)
+        link.hello = make_hello(self._local, self._limits, link.epoch, self._dialect, self._config.require_path)
         self._say(peer, link.hello)
 
     def closed(self, peer: PeerId, now: float) -> None:
@@ -267,12 +271,8 @@ class GenerationControl:
         self._sessions.peer_exited(welcome.instance.instance_id, welcome.instance.exited_incarnations, now)
         found = (welcome.instance.instance_id, welcome.instance.incarnation)
         if found != peer:
-            self._lost(
-                self._sessions.peer_superseded,
-                peer,
-                f"{link.address.endpoint} now is incarnation {found[1].hex()}",
-                now,
-            )
+            reason = f"{link.address.endpoint} now is incarnation {found[1].hex()}"
+            self._lost(self._sessions.peer_superseded, peer, reason, now)
             self._finish(peer, EndReason.UNNEEDED, f"not instance {peer[0]}, incarnation {peer[1].hex()}", now)
             self._abandon(peer, link)
             return
@@ -298,6 +298,8 @@ class GenerationControl:
         match message:
             case TransferNotice():
                 self._sessions.notice(peer, message, now)
+            case ChunkReady() | BounceChunk():
+                self._chunks.said(peer, message)
             case ReconcileReply():
                 self._sessions.reconciled(peer, message, now)
             case Bind(key, dp_rank):

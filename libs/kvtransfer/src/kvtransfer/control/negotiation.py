@@ -13,6 +13,7 @@ from kvtransfer.messages import (
     KNOWN_FEATURES,
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    REQUIRE_PATH,
     Capability,
     Hello,
     TransferLimits,
@@ -64,16 +65,20 @@ def limits_of(config: TransferConfig) -> TransferLimits:
     return TransferLimits(config.max_open_requests, config.max_block_ids)
 
 
-def make_hello(local: InstanceInfo, limits: TransferLimits, epoch: int, dialect: Dialect) -> Hello:
-    """First message of the generation side."""
+def make_hello(
+    local: InstanceInfo, limits: TransferLimits, epoch: int, dialect: Dialect, require_path: str = ""
+) -> Hello:
+    """First message of the generation side. A path is required with a feature: who does not know it must refuse."""
+    features = (*dialect.required_features, *((REQUIRE_PATH,) if require_path else ()))
     return Hello(
         protocol_version=dialect.protocol_version,
         min_protocol_version=dialect.min_protocol_version,
         capabilities=dialect.capabilities,
         limits=limits,
-        required_features=dialect.required_features,
+        required_features=features,
         instance=local,
         connection_epoch=epoch,
+        require_path=require_path,
     )
 
 

@@ -10,17 +10,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvtransfer.control.context import ContextControl
-from kvtransfer.control.generation import GenerationControl, PairStatus, PeerAddress
+from kvtransfer.control.generation import GenerationControl, PairState, PairStatus, PeerAddress
 from kvtransfer.ledger import Ledger, PageState
-from kvtransfer.messages import Cancel, FenceAnswer, FenceWriter, KvIntent, KvRequest, PeerBody, PeerView, Reconcile
+from kvtransfer.messages import (
+    Cancel,
+    Capability,
+    FenceAnswer,
+    FenceWriter,
+    KvIntent,
+    KvRequest,
+    PeerBody,
+    PeerView,
+    Reconcile,
+)
 from kvtransfer.ports import (
     BindContext,
     CancelTransfer,
+    Grant,
     PeerLoaded,
     PeerProbed,
+    PeerWord,
     RankReady,
     ReceiveIntent,
+    ReceiveOutcome,
     ReceiveRequest,
+    Scattered,
     SendFirstTokens,
     SendOffer,
     SendOutcome,
@@ -30,8 +44,10 @@ from kvtransfer.ports import (
 )
 from kvtransfer.session.actions import Fence, KillRank, StopInstance, ToPeer, ToRank, ToScheduler
 from kvtransfer.session.bindings import Bindings
+from kvtransfer.session.bounce_receive import BounceReceive
+from kvtransfer.session.bounce_transmit import BounceTransmit
+from kvtransfer.session.bounced_receives import BouncedReceives
 from kvtransfer.session.intents import Intents
-from kvtransfer.session.receive import ReceiveSessions
 from kvtransfer.session.transmit import TransmitSessions
 
 if TYPE_CHECKING:
@@ -120,23 +136,34 @@ class HubCore:
         self._effects = effects
         self._lost: list[_Lost] = []
         self.ledger = Ledger.of(local.ranks)
+        self.chunks_in = BounceReceive(local, config.bounce_unit_bytes, config.max_peers, self._emit)
+        self.chunks_out = BounceTransmit(config.max_finished, self._emit)
         self.transmit = TransmitSessions(config, self._emit, tracing)
-        self.receive = ReceiveSessions(config, self.ledger, self._emit, tracing)
+        self.receive = BouncedReceives(config, self.ledger, self._emit, tracing, self.chunks_in)
         self.intents = Intents(config, self._emit)
         self.bindings = Bindings(config.max_finished, self._emit)
         self.context = ContextControl(
-            local, config, self.transmit, self.bindings, self._emit, effects.stream_say, effects.stream_end, dialect
+            local,
+            config,
+            self.transmit,
+            self.bindings,
+            self.chunks_out,
+            self._emit,
+            effects.stream_say,
+            effects.stream_end,
+            dialect,
         )
         self.generation = GenerationControl(
             local,
             config,
             self.receive,
             self.intents,
+            self.chunks_in,
             effects.link_say,
             effects.link_end,
             effects.link_start,
-            effects.link_stop,
-            effects.pair,
+            self._link_stop,
+            self._pair,
             dialect,
         )
 
@@ -145,8 +172,8 @@ class HubCore:
         match message:
             case SendOffer():
                 self.transmit.offer(message, now)
-            case BindContext(key):
-                self.transmit.prepare(key, now)
+            case BindContext(key, dp_rank):
+                self.transmit.prepare(key, now, dp_rank)
                 self.bindings.scheduled(message)
             case SendFirstTokens():
                 self.bindings.sampled(message)
@@ -167,6 +194,12 @@ class HubCore:
                 self.transmit.notice(rank, message, now)
             case PeerLoaded():
                 self.context.rank_loaded(rank, message, now)
+            case PeerWord(instance_id, incarnation):
+                ready = self.context.stream_of((instance_id, incarnation)) is not None
+                self.chunks_out.rank_said(rank, message, ready=ready)
+            case Scattered():
+                for peer, word in self.chunks_in.scattered(rank, message):
+                    self.receive.notice(peer, word, now)
             case RankReady() | PeerProbed():
                 pass  # for the driver
         self.settle_lost(now)
@@ -175,6 +208,8 @@ class HubCore:
         """The parent's exit report, the only proof that a rank writes no more."""
         self.transmit.rank_exited(rank, reason, now)
         self.receive.rank_exited(rank, reason, now)
+        for peer, word in self.chunks_in.rank_exited(rank, reason):
+            self.receive.notice(peer, word, now)
         self.context.rank_exited(rank, reason, now)
 
     def goodbye(self, reason: str) -> None:
@@ -195,8 +230,7 @@ class HubCore:
         self.receive.peer_exited(peer[0], answer.exited_incarnations, now)
         if answer.incarnation != peer[1]:
             return
-        for notice in answer.notices:
-            self.receive.notice(peer, notice, now)
+        self.receive.last_notices(peer, answer.notices, now)
         self.receive.peer_ranks_exited(peer, answer.exited_ranks, "as its hub says", now)
 
     def set_peers(self, addresses: Sequence[PeerAddress], now: float) -> None:
@@ -221,7 +255,8 @@ class HubCore:
     @property
     def is_idle(self) -> bool:
         """True when no session is open and every destination page is free."""
-        return self.transmit.is_idle and self.receive.is_idle and self.intents.is_idle and self.ledger.is_empty
+        idle = self.transmit.is_idle and self.receive.is_idle and self.intents.is_idle and self.chunks_in.is_idle
+        return idle and self.ledger.is_empty
 
     @property
     def in_doubt_pages(self) -> int:
@@ -239,6 +274,9 @@ class HubCore:
 
     def _emit(self, action: Action) -> None:
         match action:
+            case ToScheduler(ReceiveOutcome() as outcome):
+                if not self.chunks_in.hold(outcome):
+                    self._effects.deliver(outcome)
             case ToScheduler(message):
                 if isinstance(message, SendOutcome):
                     self._leg_over(message)
@@ -257,6 +295,17 @@ class HubCore:
             case StopInstance(reason):
                 self._effects.stop_instance(reason)
 
+    def _pair(self, status: PairStatus) -> None:
+        peer = (status.instance_id, status.incarnation)
+        terms = self.generation.terms().get(peer) if status.state is PairState.READY else None
+        if terms is not None and Capability.BOUNCE_PACKING_1 in terms.capabilities:
+            self.chunks_in.meet(peer, terms.peer)
+        self._effects.pair(status)
+
+    def _link_stop(self, peer: PeerId) -> None:
+        self.chunks_in.forget(peer)
+        self._effects.link_stop(peer)
+
     def _leg_over(self, outcome: SendOutcome) -> None:
         if outcome.failure is TransferFailure.NONE:
             self.bindings.handed_off(outcome.key)
@@ -272,7 +321,9 @@ class HubCore:
                 self._lost.append(_Lost(rank, command))
 
     def _to_peer(self, peer: PeerId, body: PeerBody) -> None:
-        if isinstance(body, KvRequest | Cancel | Reconcile | KvIntent):
+        if isinstance(body, KvRequest | Cancel | Reconcile | KvIntent | Grant):
+            if isinstance(body, KvRequest):
+                self.chunks_in.asked(peer, body)
             if self.generation.is_ready(peer):
                 self._effects.link_say(peer, body)
             return

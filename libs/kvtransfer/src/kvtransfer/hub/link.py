@@ -107,9 +107,10 @@ class Link:
             self._events.link_envelope(self._peer, outbox, envelope_from_pb(response))
 
     async def _write(self, call: Call, outbox: Outbox) -> None:
-        while (messages := await outbox.batch()) is not None:
-            dst = outbox.dst_incarnation
-            await call.write(Request(src_incarnation=self._incarnation, dst_incarnation=dst, messages=messages))
+        while await outbox.ready():
+            request = Request(src_incarnation=self._incarnation)
+            outbox.take(request)
+            await call.write(request)
         await call.done_writing()
 
     def _explain(self, end: BaseException | None, outbox: Outbox) -> None:

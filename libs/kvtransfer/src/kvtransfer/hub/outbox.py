@@ -7,12 +7,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvtransfer.session.actions import EndReason
-from kvtransfer.wire import peer_message_to_pb
+from kvtransfer.wire import take_messages
 
 if TYPE_CHECKING:
-    from isthmus.v1 import transfer_pb2
-
     from kvtransfer.messages import PeerBody
+    from kvtransfer.wire.envelope import AnyEnvelope
 
 MAX_MESSAGES = 64
 MAX_BYTES = 1 << 20
@@ -28,7 +27,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[transfer_pb2.PeerMessage, int]] = deque()
+        self._queue: deque[PeerBody] = deque()
         self._wake = asyncio.Event()
         self._leaving = 0
         self.dst_incarnation = b""
@@ -36,7 +35,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int:
-        """Messages that are queued, or taken and not known to be written: the next `batch` call says that they are."""
+        """Messages that are queued, or taken and not known to be written: the next `ready` call says that they are."""
         return len(self._queue) + self._leaving
 
     def say(self, body: PeerBody, dst_incarnation: bytes) -> None:
@@ -48,8 +47,7 @@ class Outbox:
             self._queue.clear()
             self.end(EndReason.UNAVAILABLE, f"{MAX_QUEUED} messages wait, the peer does not read")
             return
-        message = peer_message_to_pb(body)
-        self._queue.append((message, message.ByteSize()))
+        self._queue.append(body)
         self._wake.set()
 
     def end(self, reason: EndReason, text: str) -> None:
@@ -58,25 +56,17 @@ class Outbox:
             self.ended = (reason, text)
         self._wake.set()
 
-    async def batch(self) -> list[transfer_pb2.PeerMessage] | None:
-        """Waits for messages; None when the stream is to end and everything has gone out.
-
-        At most 64 messages and 1 MiB, but at least one message however large.
-        """
+    async def ready(self) -> bool:
+        """Waits for messages; False when the stream is to end and everything has gone out."""
         self._leaving = 0
         while not self._queue:
             if self.ended is not None:
-                return None
+                return False
             self._wake.clear()
             await self._wake.wait()
-        messages: list[transfer_pb2.PeerMessage] = []
-        size = 0
-        while self._queue and len(messages) < MAX_MESSAGES:
-            message, nbytes = self._queue[0]
-            if messages and size + nbytes > MAX_BYTES:
-                break
-            self._queue.popleft()
-            messages.append(message)
-            size += nbytes
-        self._leaving = len(messages)
-        return messages
+        return True
+
+    def take(self, envelope: AnyEnvelope) -> None:
+        """Moves messages into an envelope: at most 64 and 1 MiB, but at least one however large."""
+        envelope.dst_incarnation = self.dst_incarnation
+        self._leaving = take_messages(self._queue, envelope, MAX_MESSAGES, MAX_BYTES)

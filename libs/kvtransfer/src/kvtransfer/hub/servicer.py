@@ -58,9 +58,10 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
         self._hub.stream_opened(number, outbox)
         reader = asyncio.create_task(self._read(number, request_iterator, outbox))
         try:
-            while (messages := await outbox.batch()) is not None:
-                dst = outbox.dst_incarnation
-                yield Response(src_incarnation=self._hub.incarnation, dst_incarnation=dst, messages=messages)
+            while await outbox.ready():
+                response = Response(src_incarnation=self._hub.incarnation)
+                outbox.take(response)
+                yield response
         finally:
             self._hub.stream_closed(number)
             reader.cancel()

@@ -12,14 +12,12 @@ from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc, tr
 
 from isthmus_core.errors import DeadlineExceeded, IsthmusError, Unreachable, from_rpc_error
 from isthmus_core.rpc import open_channel
-from kvtransfer.dry_run import DryRun, dry_run
+from kvtransfer.dry_run import dry_run
 from kvtransfer.errors import WireError
 from kvtransfer.ports import PeerLoaded, PeerProbed, ProbePeer
 from kvtransfer.rank_info import InstanceRole
 from kvtransfer.wire import instance_info_from_pb
-from kvtransfer.wire._read import write_duration
-from kvtransfer.wire.common import incompatibilities_to_pb
-from kvtransfer.wire.tools import pair_probes_to_pb, planned_write_to_pb
+from kvtransfer.wire.tools import pair_probes_to_pb, plan_to_pb
 
 if TYPE_CHECKING:
     from isthmus_core.config import TlsConfig
@@ -100,7 +98,7 @@ class HubTools:
         peer = await self._peer(request)
         last = self._last.get(peer.instance_id, {})
         run = await asyncio.to_thread(dry_run, self._hub.instance, peer, tokens, lambda src, dst: last.get((src, dst)))
-        return _answer(run)
+        return plan_to_pb(run)
 
     async def _peer(self, request: transfer_tools_pb2.PlanTransferRequest) -> InstanceInfo:
         try:
@@ -108,6 +106,8 @@ class HubTools:
                 return instance_info_from_pb(request.instance)
             if not request.endpoint:
                 raise _invalid("peer", "missing: name an endpoint, or describe an instance")
+            if (known := self._connected(request.endpoint)) is not None:
+                return known
             async with open_channel(request.endpoint, self._tls) as channel:
                 stub = kv_transfer_service_pb2_grpc.KvTransferServiceStub(channel)
                 question = kv_transfer_service_pb2.GetInstanceInfoRequest()
@@ -117,6 +117,12 @@ class HubTools:
             raise IsthmusError(str(error), code=grpc.StatusCode.INVALID_ARGUMENT) from error
         except grpc.aio.AioRpcError as error:
             raise Unreachable(f"{request.endpoint} can not be asked: {from_rpc_error(error).message}") from error
+
+    def _connected(self, endpoint: str) -> InstanceInfo | None:
+        """Who lives at the endpoint, as it said itself when its stream began: right as long as the stream is."""
+        core = self._hub.core
+        terms = (*core.context.terms().values(), *core.generation.terms().values())
+        return next((one.peer for one in terms if one.peer.endpoint == endpoint), None)
 
     def _writable(self, instance_id: str) -> PeerId:
         """The generation instance that is meant."""
@@ -140,18 +146,3 @@ class HubTools:
 
 def _invalid(field: str, problem: str) -> IsthmusError:
     return IsthmusError(f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT)
-
-
-def _answer(run: DryRun) -> transfer_tools_pb2.PlanTransferResponse:
-    answer = transfer_tools_pb2.PlanTransferResponse(
-        compatible=not run.incompatibilities,
-        incompatibilities=incompatibilities_to_pb(run.incompatibilities),
-        writes=[planned_write_to_pb(write) for write in run.writes],
-        bytes=sum(write.bytes for write in run.writes),
-        explanation=run.explanation,
-        context_id=run.context_id,
-        generation_id=run.generation_id,
-    )
-    if run.expected is not None:
-        write_duration(run.expected, answer.expected)
-    return answer

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import KVTransferError
 from kvtransfer.hub.core import HubCore
+from kvtransfer.hub.engine_status import EngineStatus
 from kvtransfer.hub.fence_call import FenceCalls
 from kvtransfer.hub.link import Link
 from kvtransfer.hub.servicer import KvTransferServicer
@@ -38,15 +39,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 _FLUSH_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """The engine's part of ListSessions: pages that nobody holds, all pages, requests running or queued."""
-
-    free_pages: int
-    total_pages: int
-    open_requests: int
 
 
 class TransferHub:
@@ -88,6 +80,7 @@ class TransferHub:
         self._deliver, self._on_pair, self._status = deliver, on_pair, status
         self._kill_rank, self._stop_instance = kill_rank, stop_instance
         self._core: HubCore | None = None
+        self._cores: dict[InstanceRole, HubCore] = {}
         self._streams: dict[int, Outbox] = {}
         self._links: dict[PeerId, Link] = {}
         self._outboxes: dict[PeerId, Outbox] = {}
@@ -134,12 +127,27 @@ class TransferHub:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._fences.close()
+        await self._end_streams("this instance stops")
+
+    async def _end_streams(self, why: str) -> None:
         for peer in list(self._links):
             self.link_stop(peer)
-        await self._fences.close()
         for number in list(self._streams):
-            self.stream_end(number, EndReason.UNAVAILABLE, "this instance stops")
+            self.stream_end(number, EndReason.UNAVAILABLE, why)
         await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def set_role(self, role: InstanceRole) -> None:
+        """Every stream ends, peers of the new role come. `drain` first: raises KVTransferError while work is open."""
+        if not self.is_idle():
+            raise KVTransferError("hand-offs are open: a role changes when none is")
+        self.core.set_peers((), time.monotonic())
+        await self._end_streams(f"this instance becomes {role.name}")
+        while self._streams:  # noqa: ASYNC110  # their calls end by themselves, within seconds
+            await asyncio.sleep(_FLUSH_S)
+        self._cores[self.core.local.role] = self.core  # a role that comes back goes on where its counts were
+        local = replace(self.core.local, role=role)
+        self._core = self._cores.get(role) or HubCore(local, self._config, self, self._tracing, self._dialect)
 
     async def _tick(self) -> None:
         while True:

@@ -5,7 +5,7 @@
     destination NHD   | t0: h0 h1 | t1: h0 h1 | t2: h0 h1 |
                             └┘          └┘          └┘
 
-Invariant: HND steps one token's bits from token to token of a head, NHD those of all heads it holds.
+Invariant: HND steps one unit (or the pitch of its view) from token to token of a head, NHD all heads it holds.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def hnd_to_nhd(pairs: BufferPairs) -> RunTable:
     """A run a head, repeated by its steps. Raises UnalignedSlice."""
     which, head = expand(pairs.lo, pairs.hi)
     heads = pairs.take(which)
-    bits = heads.src.unit_bits
+    src_step, dst_step = heads.src.step_bits, heads.dst.step_bits
     return runs(
         heads,
-        bits,
-        src_step=bits,
-        dst_step=(heads.dst.hi - heads.dst.lo) * bits,
+        heads.src.unit_bits,
+        src_step=src_step,
+        dst_step=(heads.dst.hi - heads.dst.lo) * dst_step,
         token_major=True,
-        src_bits=(head - heads.src.lo) * heads.src.tokens * bits,
-        dst_bits=(head - heads.dst.lo) * bits,
+        src_bits=(head - heads.src.lo) * heads.src.tokens * src_step,
+        dst_bits=(head - heads.dst.lo) * dst_step,
     )
 
 
@@ -40,13 +40,13 @@ def nhd_to_hnd(pairs: BufferPairs) -> RunTable:
     """A run a head, repeated by its steps. Raises UnalignedSlice."""
     which, head = expand(pairs.lo, pairs.hi)
     heads = pairs.take(which)
-    bits = heads.src.unit_bits
+    src_step, dst_step = heads.src.step_bits, heads.dst.step_bits
     return runs(
         heads,
-        bits,
-        src_step=(heads.src.hi - heads.src.lo) * bits,
-        dst_step=bits,
+        heads.src.unit_bits,
+        src_step=(heads.src.hi - heads.src.lo) * src_step,
+        dst_step=dst_step,
         token_major=False,
-        src_bits=(head - heads.src.lo) * bits,
-        dst_bits=(head - heads.dst.lo) * heads.dst.tokens * bits,
+        src_bits=(head - heads.src.lo) * src_step,
+        dst_bits=(head - heads.dst.lo) * heads.dst.tokens * dst_step,
     )

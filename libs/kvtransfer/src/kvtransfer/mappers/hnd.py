@@ -8,7 +8,8 @@
     destination block of 8 tokens   | h1: t0 … t3 t4 … t7 | h2: …
                                                 └─ run ─┘         unequal blocks: a run a head, `phase` tokens into it
 
-Invariant: offset(head, token) = ((head - first head) * tokens + token) * bits on either side, with its own `tokens`.
+Invariant: offset(head, token) = ((head - first head) * tokens + token) * step on either side, with its own `tokens` and
+step (the bits of a unit, or the pitch of its view).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def hnd(pairs: BufferPairs) -> RunTable:
     """A run a head. Raises UnalignedSlice."""
     which, head = expand(pairs.lo, pairs.hi)
     heads = pairs.take(which)
-    bits = heads.src.unit_bits
+    src_step, dst_step = heads.src.step_bits, heads.dst.step_bits
     return runs(
         heads,
-        bits,
-        src_step=bits,
-        dst_step=bits,
+        heads.src.unit_bits,
+        src_step=src_step,
+        dst_step=dst_step,
         token_major=False,
-        src_bits=(head - heads.src.lo) * heads.src.tokens * bits,
-        dst_bits=(head - heads.dst.lo) * heads.dst.tokens * bits,
+        src_bits=(head - heads.src.lo) * heads.src.tokens * src_step,
+        dst_bits=(head - heads.dst.lo) * heads.dst.tokens * dst_step,
     )

@@ -28,6 +28,7 @@ def is_intact(pairs: BufferPairs) -> NDArray[np.bool_]:
     """Where a whole block is the same bytes on both sides."""
     src, dst = pairs.src, pairs.dst
     same = (src.kind == dst.kind) & (src.tokens == dst.tokens) & (src.size == dst.size)
+    same &= (src.pitch == 0) & (dst.pitch == 0)
     return (
         same
         & (pairs.unit_bytes == 0)

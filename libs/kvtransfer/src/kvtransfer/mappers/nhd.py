@@ -6,14 +6,19 @@
                                └───┘       └───┘
 
 Invariant: offset(token, head) = (token * heads held + head - first head) * bits. One run a token; where both sides hold
-exactly the interval, the tokens follow each other and the run goes on to the end of the block.
+exactly the interval, the tokens follow each other and the run goes on to the end of the block. In a view with a pitch
+the heads of a token do not follow each other: a run a head.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvtransfer.arrays import expand
 from kvtransfer.mappers._make import runs
+from kvtransfer.run_table import concatenate
 
 if TYPE_CHECKING:
     from kvtransfer.buffer_pairs import BufferPairs
@@ -21,7 +26,29 @@ if TYPE_CHECKING:
 
 
 def nhd(pairs: BufferPairs) -> RunTable:
-    """A run a buffer, repeated by its steps. Raises UnalignedSlice."""
+    """A run a buffer, or a head where a side has a pitch, repeated by its steps. Raises UnalignedSlice."""
+    dense = (pairs.src.pitch == 0) & (pairs.dst.pitch == 0)
+    if dense.all():
+        return _dense(pairs)
+    return concatenate([_dense(pairs.take(np.flatnonzero(dense))), _pitched(pairs.take(np.flatnonzero(~dense)))])
+
+
+def _pitched(pairs: BufferPairs) -> RunTable:
+    which, head = expand(pairs.lo, pairs.hi)
+    heads = pairs.take(which)
+    src_step, dst_step = heads.src.step_bits, heads.dst.step_bits
+    return runs(
+        heads,
+        heads.src.unit_bits,
+        src_step=(heads.src.hi - heads.src.lo) * src_step,
+        dst_step=(heads.dst.hi - heads.dst.lo) * dst_step,
+        token_major=True,
+        src_bits=(head - heads.src.lo) * src_step,
+        dst_bits=(head - heads.dst.lo) * dst_step,
+    )
+
+
+def _dense(pairs: BufferPairs) -> RunTable:
     bits = pairs.src.unit_bits
     return runs(
         pairs,

@@ -4,7 +4,7 @@
                            └── run ──┘
     destination          | t0 t1 t2 t3 |
 
-Invariant: a token is `size / tokens` bytes, tokens follow each other.
+Invariant: a token is `size / tokens` bytes, tokens follow each other or come a pitch apart.
 """
 
 from __future__ import annotations
@@ -20,5 +20,6 @@ if TYPE_CHECKING:
 
 def replicated(pairs: BufferPairs) -> RunTable:
     """A run a buffer."""
-    bits = pairs.src.unit_bits
-    return runs(pairs, bits, src_step=bits, dst_step=bits, token_major=True)
+    return runs(
+        pairs, pairs.src.unit_bits, src_step=pairs.src.step_bits, dst_step=pairs.dst.step_bits, token_major=True
+    )

@@ -5,6 +5,10 @@
 
 Without it one rank could decode a request that another one has given up, and their collectives would never meet again.
 No collective is needed for it: decisions are numbered, and a follower applies them in order and only between steps.
+
+For engines whose ranks keep requests of their own. Where one scheduler plans the steps of all ranks there is nothing
+left to agree on: the hub has joined what all writers say about all ranks in one manifest, its outcome reaches that
+scheduler alone, and the numbered step that follows is the list of decisions.
 """
 
 from __future__ import annotations

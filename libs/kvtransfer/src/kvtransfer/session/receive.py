@@ -92,8 +92,8 @@ class ReceiveSessions:
         self._holders.take_kept(key)
         self._holders.forgive(key)
         self._holders.use(peer, now)
-        patience = min(CONNECT_PATIENCE_S, self._config.timeout_s)
-        attempt = self._open[key] = Attempt(request, peer, now + patience, now, now)
+        limit = now + (request.timeout_s or self._config.timeout_s)
+        attempt = self._open[key] = Attempt(request, peer, min(now + CONNECT_PATIENCE_S, limit), limit, now, now)
         terms = self._holders.terms(peer)
         if terms is not None:
             self._publish(attempt, terms, now)
@@ -261,8 +261,8 @@ class ReceiveSessions:
         return [attempt for attempt in self._open.values() if attempt.peer == peer]
 
     def _publish(self, attempt: Attempt, terms: ReceivePeer, now: float) -> None:
-        request, ranks = attempt.request, {blocks.rank for blocks in attempt.request.destinations}
-        plans = [plan for plan in terms.plans if plan.dst_rank in ranks]
+        request, src_dp = attempt.request, attempt.request.holder.dp_rank
+        plans = [plan for plan in terms.plans if plan.src_dp == src_dp and plan.dst_dp == request.dp_rank]
         try:
             count = sum(other.state in PUBLISHED for other in self._of(attempt.peer))
             check_request(request, terms.limits, plans, count)
@@ -270,9 +270,9 @@ class ReceiveSessions:
             self._fail(attempt, TransferFailure.WRITE_FAILED, str(error), now)
             return
         begins = {(one.rank, one.layer_group): one.begin for one in request.destinations}
-        need = expected_need(plans, request.tokens, begins)
+        need = expected_need(plans, request.tokens, begins, src_dp=src_dp, dst_dp=request.dp_rank)
         attempt.manifest, attempt.started = Manifest(need), now
-        attempt.deadline = now + self._config.timeout_s
+        attempt.deadline = attempt.limit
         attempt.span = begin_receive(self._tracing, request)
         self._receives += 1
         attempt.receive = self._receives
@@ -281,7 +281,7 @@ class ReceiveSessions:
         trace = attempt.span.context or request.trace
         # Also for an empty need: it tells the context side that its pages are not wanted any more.
         ask = KvRequest(
-            request.key, request.tokens, request.destinations, trace, attempt.receive, may_retry=request.may_retry
+            request.key, request.tokens, request.destinations, trace, attempt.receive, request.may_retry, src_dp
         )
         self._emit(ToPeer(attempt.peer, ask))
         if not need.writers:

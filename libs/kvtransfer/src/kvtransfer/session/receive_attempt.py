@@ -80,12 +80,14 @@ PUBLISHED = (ReceiveState.WAITING, ReceiveState.DOUBT, ReceiveState.FAILING, Rec
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`deadline`: of the state QUEUED first, then of the cache. `dead_at`: when the writers of `dead_ranks` (None:
-    all), which have exited, have drained. `fence_at`: when their hub is asked (again) to make an end."""
+    """`deadline`: of the state QUEUED first, then `limit`, that of the cache. `dead_at`: when the writers of
+    `dead_ranks` (None: all), which have exited, have drained. `fence_at`: when their hub is asked (again) to make an
+    end."""
 
     request: ReceiveRequest
     peer: PeerId
     deadline: float
+    limit: float
     since: float
     started: float
     state: ReceiveState = ReceiveState.QUEUED

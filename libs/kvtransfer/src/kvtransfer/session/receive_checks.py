@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 def check_request(
     request: ReceiveRequest, limits: TransferLimits, plans: Sequence[PeerPlan], open_requests: int
 ) -> None:
-    """Raises PlanError when the holder could not serve the request: ranks, block lists, limits."""
-    name = request.holder.instance_id
+    """Raises PlanError when the holder could not serve the request: ranks, block lists, limits. `plans`: from the
+    holder's attention-dp group to the request's own."""
+    name, group = request.holder.instance_id, request.holder.dp_rank
+    if not plans:
+        text = f"attention-dp group {group} of instance {name} writes nothing to group {request.dp_rank} of this one"
+        raise PlanError(f"{text}: one of the two does not exist")
     missing = {blocks.rank for blocks in request.destinations} - {plan.dst_rank for plan in plans}
     if missing:
-        raise PlanError(f"nobody writes to ranks {sorted(missing)}")
+        raise PlanError(f"nobody of group {group} writes to ranks {sorted(missing)}, not in group {request.dp_rank}")
     for plan in plans:
         lists = {one.layer_group: one.blocks for one in request.destinations if one.rank == plan.dst_rank}
         begins = {one.layer_group: one.begin for one in request.destinations if one.rank == plan.dst_rank}

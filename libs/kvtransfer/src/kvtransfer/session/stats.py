@@ -20,4 +20,6 @@ def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
         plan=max((one.plan for one in parts), default=0.0),
         post=max((one.post for one in parts), default=0.0),
         wire=max((one.wire for one in parts), default=0.0),
+        bounced=sum(one.bounced for one in parts),
+        predicted=max((one.predicted for one in parts), default=0.0),
     )

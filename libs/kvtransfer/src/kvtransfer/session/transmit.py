@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import ProtocolError, TransferStateError
@@ -28,6 +28,7 @@ from kvtransfer.session.transmit_attempt import (
     TRANSITIONS,
     Attempt,
     TransmitEvent,
+    TransmitPeer,
     TransmitState,
     Writer,
     limit_problem,
@@ -39,18 +40,10 @@ from kvtransfer.session.writing import Writing
 if TYPE_CHECKING:
     from isthmus_core.tracing import Tracing
     from kvtransfer.config import TransferConfig
-    from kvtransfer.messages import KvRequest, SessionView, TransferLimits
+    from kvtransfer.messages import KvRequest, SessionView
     from kvtransfer.ports import RequestKey, SendOffer, WriteOrder
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TransmitPeer:
-    """What is agreed with a generation instance: who writes to whom, and how much may be asked for."""
-
-    writers: tuple[Writer, ...]
-    limits: TransferLimits
 
 
 class TransmitSessions:
@@ -76,9 +69,9 @@ class TransmitSessions:
                 self._admit(offer, now)
             return
         following = len(attempt.chunks) + attempt.bound
-        if not attempt.more or offer.chunk != following:
-            problem = f"chunk {offer.chunk} comes after {following}" if offer.chunk else "is offered already"
-            raise TransferStateError(offer.key, problem)
+        if not attempt.more or offer.chunk != following or offer.dp_rank != attempt.dp_rank:
+            what = f"chunk {offer.chunk} of group {offer.dp_rank} comes after {following} of group {attempt.dp_rank}"
+            raise TransferStateError(offer.key, what if offer.chunk else "is offered already")
         attempt.chunks.append(offer)
         attempt.more, attempt.deadline = offer.more, now + self._config.handoff_hold_s
         if attempt.state is TransmitState.WRITING:
@@ -92,14 +85,14 @@ class TransmitSessions:
             self._emit(ToScheduler(SendOutcome(offer.key, TransferFailure.CANCELLED, refused.reason)))
             return
         deadline = now + self._config.handoff_hold_s
-        self._open[offer.key] = Attempt(offer.key, deadline, now, [offer], offer.more)
+        self._open[offer.key] = Attempt(offer.key, deadline, now, [offer], offer.more, dp_rank=offer.dp_rank)
 
-    def prepare(self, key: RequestKey, now: float) -> None:
+    def prepare(self, key: RequestKey, now: float, dp_rank: int = 0) -> None:
         """A peer may ask before the first chunk is there. Raises TransferStateError for a key that is held already."""
         if key in self._open:
             raise TransferStateError(key, "is offered already")
         self._answers.take_tombstone(key)
-        self._open[key] = Attempt(key, now + self._config.handoff_hold_s, now, more=True, bound=True)
+        self._open[key] = Attempt(key, now + self._config.handoff_hold_s, now, more=True, bound=True, dp_rank=dp_rank)
 
     def withdraw(self, key: RequestKey, now: float) -> None:
         """The scheduler no longer offers the attempt. Nothing happens when it is over: its outcome is on its way."""
@@ -121,11 +114,7 @@ class TransmitSessions:
     def request(self, peer: PeerId, request: KvRequest, now: float) -> None:
         """Starts the writes, or answers for every writer that they never start. A repeat gets what is known so far.
         Raises ProtocolError for destinations that the peer does not have."""
-        ranks = {blocks.rank for blocks in request.destinations}
-        unknown = ranks - {dst for _, dst in self._peers[peer].writers}
-        if unknown:
-            raise ProtocolError(f"KvRequest {request.key} names ranks {sorted(unknown)}, which nobody here writes to")
-        writers = tuple(writer for writer in self._peers[peer].writers if writer[1] in ranks)
+        writers = self._peers[peer].serving(request)
         key, receive, attempt = request.key, request.receive, self._open.get(request.key)
         is_repeat = attempt is not None and attempt.peer == peer and attempt.receive == receive
         if is_repeat or self._answers.is_old(peer, receive):
@@ -136,7 +125,7 @@ class TransmitSessions:
         self._answers.seen(peer, receive)
         if attempt is None or attempt.peer is not None:
             self._writing.say(peer, self._answers.not_held(peer, key, receive, writers, "the pages were never offered"))
-        elif problem := self._problem(peer, request, writers):
+        elif problem := self._problem(peer, request, attempt.dp_rank, writers):
             self._refuse(attempt, peer, receive, writers, problem, TransferFailure.WRITE_FAILED, now)
         else:
             self._start(attempt, peer, request, writers, now)
@@ -271,7 +260,9 @@ class TransmitSessions:
         """All that may write to the peer; none to one that has been forgotten."""
         return self._peers[peer].writers if peer in self._peers else ()
 
-    def _problem(self, peer: PeerId, request: KvRequest, writers: tuple[Writer, ...]) -> str:
+    def _problem(self, peer: PeerId, request: KvRequest, dp_rank: int, writers: tuple[Writer, ...]) -> str:
+        if request.src_dp != dp_rank:
+            return f"attention-dp group {dp_rank} holds the pages, group {request.src_dp} is asked"
         count = sum(attempt.peer == peer for attempt in self._open.values())
         gone = sorted({src for src, _ in writers if src in self._exited})
         if gone:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from kvtransfer.errors import ProtocolError
 from kvtransfer.ports import TokenRange, TransferFailure, TransferNotice, WriteOrder, WriterOutcome
 from kvtransfer.session.stats import total_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from isthmus_core.tracing import Span
     from kvtransfer.messages import KvRequest, TransferLimits
@@ -57,6 +58,26 @@ TRANSITIONS: dict[tuple[TransmitState, TransmitEvent], TransmitState] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TransmitPeer:
+    """What is agreed with a generation instance: who writes to whom, and how much may be asked for. `groups`: the
+    attention-dp group of each writing rank that is not in group 0."""
+
+    writers: tuple[Writer, ...]
+    limits: TransferLimits
+    groups: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def serving(self, request: KvRequest) -> tuple[Writer, ...]:
+        """Who would write what is asked for. Raises ProtocolError for destinations that the peer does not have."""
+        ranks = {blocks.rank for blocks in request.destinations}
+        writers = [one for one in self.writers if self.groups.get(one[0], 0) == request.src_dp]
+        unknown = ranks - {dst for _, dst in writers}
+        if unknown:
+            text = f"KvRequest {request.key} names ranks {sorted(unknown)}, which nobody"
+            raise ProtocolError(f"{text} of attention-dp group {request.src_dp} here writes to")
+        return tuple(one for one in writers if one[1] in ranks)
+
+
 @dataclass(slots=True, eq=False)
 class Progress:
     """One writer: orders that are open, what the others have said, the last word when there is one."""
@@ -69,7 +90,8 @@ class Progress:
 @dataclass(slots=True, eq=False)
 class Attempt:
     """`deadline` counts while nobody asks and no chunk is missing. `bound`: a peer could ask before there was a chunk;
-    they count from 1 then. `asked` and what follows belong to one KvRequest."""
+    they count from 1 then. `dp_rank`: the attention-dp group that holds the pages. `asked` and what follows belong to
+    one KvRequest."""
 
     key: RequestKey
     deadline: float
@@ -77,6 +99,7 @@ class Attempt:
     chunks: list[SendOffer] = field(default_factory=list["SendOffer"])
     more: bool = False
     bound: bool = False
+    dp_rank: int = 0
     state: TransmitState = TransmitState.OFFERED
     peer: PeerId | None = None
     asked: KvRequest | None = None
@@ -143,13 +166,14 @@ def last_word(key: RequestKey, receive: int, writer: Writer, parts: Sequence[Tra
     if not parts:
         return never(key, writer, "cancelled before anything was ordered", receive=receive)
     if len(parts) == 1:
-        return replace(parts[0], receive=receive)
+        return parts[0]._replace(receive=receive)
     outcomes = {part.outcome for part in parts}
     outcome = outcomes.pop() if len(outcomes) == 1 else WriterOutcome.QUIESCED
     reason = "; ".join(dict.fromkeys(part.reason for part in parts if part.reason))
     extents = tuple(extent for part in parts for extent in part.extents)
     stats = total_stats([part.stats for part in parts])
-    return TransferNotice(key, *writer, outcome, extents, reason, stats, receive=receive)
+    chunks = sum(part.chunks for part in parts)
+    return TransferNotice(key, *writer, outcome, extents, reason, stats, receive=receive, chunks=chunks)
 
 
 def write_orders(

@@ -22,6 +22,7 @@ from kvtransfer.wire import rank_input_from_bytes, rank_output_to_bytes
 
 if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
+    from kvtransfer.bounce.policy import BouncePolicy
     from kvtransfer.page_table import PageTable
     from kvtransfer.rank_info import RankInfo, Topology
     from kvtransfer.transceiver.probing import ProbePolicy
@@ -53,8 +54,9 @@ class AgentThread:
         on_exit: Callable[[BaseException | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         probing: ProbePolicy | None = None,
+        bouncing: BouncePolicy | None = None,
     ) -> None:
-        self._probing = probing
+        self._probing, self._bouncing = probing, bouncing
         self._sock, self._frames = sock, FrameSocket(sock)
         self._make_agent, self._geometry = make_agent, (page_table, rank, topology)
         self._on_exit, self._clock = on_exit, clock
@@ -118,7 +120,12 @@ class AgentThread:
 
     def _serve(self) -> None:
         transceiver = RankTransceiver(
-            *self._geometry, self._make_agent(), self._outbox.append, self._clock, probing=self._probing
+            *self._geometry,
+            self._make_agent(),
+            self._outbox.append,
+            self._clock,
+            probing=self._probing,
+            bouncing=self._bouncing,
         )
         transceiver.start()
         self._flush()

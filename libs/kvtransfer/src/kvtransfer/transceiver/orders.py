@@ -30,6 +30,9 @@ def begins(blocks: tuple[RankBlocks, ...], rank: int) -> dict[int, int]:
 
 def chunk_of(order: WriteOrder) -> Chunk:
     """What to write now."""
-    window = order.tokens if order.window is None else order.window
-    first, last = window.begin <= order.tokens.begin, window.end == order.tokens.end
-    return Chunk(window, order.tokens, is_first=first, is_last=last)
+    return chunk_within(order.tokens if order.window is None else order.window, order.tokens)
+
+
+def chunk_within(window: TokenRange, tokens: TokenRange) -> Chunk:
+    """A part of the tokens of a KvRequest."""
+    return Chunk(window, tokens, is_first=window.begin <= tokens.begin, is_last=window.end == tokens.end)

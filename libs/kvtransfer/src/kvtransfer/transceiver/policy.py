@@ -39,12 +39,14 @@ class Next(Enum):
 @dataclass(frozen=True, slots=True)
 class HandoffPolicy:
     """`retries`: how often a failed receive is repeated while the holder keeps its pages. `max_held_requests` and
-    `max_held_blocks` (per rank) bound what finished prefills may hold on the context side."""
+    `max_held_blocks` (per rank) bound what finished prefills may hold on the context side. `timeout_s`: for all that a
+    generation leg waits for, from its first word on; 0 = each wait has the hub's own."""
 
     retries: int = 0
     on_failure: OnFailure = OnFailure.FAIL
     max_held_requests: int = 1 << 30
     max_held_blocks: int = 1 << 62
+    timeout_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ deadline keeps the peer loaded until the agent says that it is over.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.agents.base import WriteState
+from kvtransfer.bounce.memory import unshareable
 from kvtransfer.errors import AgentError, AgentUnavailable
 from kvtransfer.pools import MemoryKind, RegisteredRegion
 from kvtransfer.ports import Incompatibility
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from kvtransfer.agents.base import Agent, AgentCapabilities, WriteHandle
     from kvtransfer.rank_info import RankInfo
+
+log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 8 << 20
 SMALL_BYTES = 4096
@@ -85,13 +89,34 @@ class ProbePolicy:
                 "change UCX_TLS or the requirement"
             )
 
-    def refuse(self, probe: PairProbe) -> Incompatibility | None:
-        """Why a measured pair must not be used."""
-        if not self.require_path or (not probe.problem and path_matches(probe.path, self.require_path)):
-            return None
+    def check_memory(self, regions: tuple[RegisteredRegion, ...]) -> None:
+        """Says loudly which memory can not be shared between devices; with a required path it is refused. Raises
+        AgentUnavailable."""
+        for region in unshareable(regions):
+            problem = (
+                f"{region.size_bytes} bytes at {region.base_address:#x} of device {region.device_id} can not be shared "
+                "by CUDA IPC: torch has allocated them in expandable segments, so every write goes through the host, "
+                "hundreds of times slower; start without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+            )
+            if self.require_path:
+                raise AgentUnavailable(f"transfer.require_path = {self.require_path}: {problem}")
+            log.warning("%s", problem)
+
+    def refuse(self, probe: PairProbe, theirs: str = "") -> tuple[Incompatibility, ...]:
+        """Why a measured pair must not be used; `theirs`: what the peer requires."""
+        name = "transfer.require_path"
+        remedy = f"bring both sides onto that path (UCX_TLS, the same host, the fabric), or change {name}"
         found = f"rank {probe.src_rank} to rank {probe.dst_rank}: {probe.problem or probe.path}"
-        remedy = "bring both sides onto that path (UCX_TLS, the same host, the fabric), or change transfer.require_path"
-        return Incompatibility("transfer.require_path", self.require_path, found, remedy)
+        against: list[Incompatibility] = []
+        if self.require_path and not _takes(probe, self.require_path):
+            against.append(Incompatibility(name, self.require_path, found, remedy))
+        if theirs and theirs != self.require_path and not _takes(probe, theirs):
+            against.append(Incompatibility(name, found, theirs, remedy))
+        return tuple(against)
+
+
+def _takes(probe: PairProbe, required: str) -> bool:
+    return not probe.problem and path_matches(probe.path, required)
 
 
 @dataclass(slots=True, eq=False)

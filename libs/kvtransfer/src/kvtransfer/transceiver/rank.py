@@ -14,35 +14,42 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer.agents.base import WriteState
+from kvtransfer.bounce.policy import BouncePolicy
 from kvtransfer.compatibility import check_rank
 from kvtransfer.errors import AgentError, PlanError
 from kvtransfer.peer_plan import build_rank_plans, rank_digest
 from kvtransfer.ports import (
     CancelWrite,
     ForgetPeer,
+    Grant,
     HubToRank,
     Incompatibility,
     LoadPeer,
+    MeetSource,
     PairProbe,
     PeerLoaded,
     PeerProbed,
     ProbePeer,
     RankReady,
     RankToHub,
+    ScatterOrder,
     TransferNotice,
     TransferStats,
     WriteOrder,
     WriterOutcome,
 )
 from kvtransfer.rank_info import RankInfo
-from kvtransfer.transceiver.orders import begins, block_lists, chunk_of, identity
-from kvtransfer.transceiver.pieced_write import PIECE_BYTES, PiecedWrite
-from kvtransfer.transceiver.probing import ProbePolicy, Probes
+from kvtransfer.transceiver.bounced_write import BouncedWrite
+from kvtransfer.transceiver.bouncing import Bouncing
+from kvtransfer.transceiver.choosing import Chooser
+from kvtransfer.transceiver.orders import begins, chunk_of, identity
+from kvtransfer.transceiver.pieced_write import PIECE_BYTES
+from kvtransfer.transceiver.probing import SMALL_BYTES, ProbePolicy, Probes
+from kvtransfer.transceiver.rank_state import Open, Peer, PeerId, Queued
 
 if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
@@ -53,41 +60,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PeerId = tuple[str, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    info: InstanceInfo
-    plans: dict[int, PeerPlan]
-    # The agent said that the connection broke: the next LoadPeer makes it again.
-    lost: bool = False
-    # ForgetPeer came while a write was open.
-    forgotten: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    order: WriteOrder
-    dst_rank: int
-    taken: float
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    order: WriteOrder
-    peer: _Peer
-    plan: PeerPlan
-    write: PiecedWrite
-    stats: TransferStats
-    posted: float
-
 
 class RankTransceiver:
     """One rank's writer. Not thread-safe: everything is called from the thread that owns the agent.
 
     `emit` takes events in order and must not wait. `clock` in seconds, monotonic. Writes are posted in pieces of at
     most `piece_bytes`. `probing`: when the way to a peer is measured; without it never, and peers can not either.
+    `bouncing`: arenas and who decides; without it everything is written directly.
     """
 
     def __init__(
@@ -100,16 +79,18 @@ class RankTransceiver:
         clock: Callable[[], float] = time.monotonic,
         piece_bytes: int = PIECE_BYTES,
         probing: ProbePolicy | None = None,
+        bouncing: BouncePolicy | None = None,
     ) -> None:
-        self._piece_bytes = piece_bytes
+        self._bouncing = Bouncing(bouncing or BouncePolicy(), rank, emit)
+        self._chooser = Chooser(agent, rank, piece_bytes, self._bouncing)
         self._probing = probing or ProbePolicy()
         self._probes = Probes(agent, rank, self._probing.scratch, clock)
         self._page_table, self._rank, self._topology = page_table, rank, topology
         self._agent, self._emit, self._clock = agent, emit, clock
         self._info: RankInfo | None = None
-        self._peers: dict[PeerId, _Peer] = {}
-        self._queue: deque[_Queued] = deque()
-        self._open: list[_Open] = []
+        self._peers: dict[PeerId, Peer] = {}
+        self._queue: deque[Queued] = deque()
+        self._open: list[Open] = []
 
     @property
     def info(self) -> RankInfo:
@@ -121,7 +102,7 @@ class RankTransceiver:
     @property
     def open_writes(self) -> int:
         """Orders that are queued or posted, counted per destination rank, and writes that measure."""
-        return len(self._queue) + len(self._open) + self._probes.open_writes
+        return len(self._queue) + len(self._open) + self._probes.open_writes + self._bouncing.busy
 
     def start(self) -> None:
         """Registers the memory and announces the rank. Raises GeometryError, AgentError, AgentUnavailable."""
@@ -129,16 +110,18 @@ class RankTransceiver:
         scratch = self._probing.scratch
         if self._probing.require_path:
             self._probing.check_possible(self._agent.capabilities)
-        self._agent.register((*self._page_table.regions, *(() if scratch is None else (scratch,))))
-        agent = self._agent.descriptor()
-        self._info = RankInfo(self._rank, self._topology, self._page_table, agent, scratch=scratch)
+        self._probing.check_memory(self._page_table.regions)
+        beside = (*(() if scratch is None else (scratch,)), *self._bouncing.policy.regions)
+        self._agent.register((*self._page_table.regions, *beside))
+        agent, arena = self._agent.descriptor(), self._bouncing.policy.receive
+        self._info = RankInfo(self._rank, self._topology, self._page_table, agent, scratch=scratch, arena=arena)
         self._emit(RankReady(self._info))
 
     def handle(self, command: HubToRank) -> None:
         """Takes one command. Only LoadPeer talks to the agent; writes are posted by `poll`."""
         match command:
-            case LoadPeer(peer, ranks):
-                self._load(peer, ranks)
+            case LoadPeer():
+                self._load(command)
             case ForgetPeer(instance_id, incarnation):
                 self._forget((instance_id, incarnation))
             case WriteOrder():
@@ -147,6 +130,12 @@ class RankTransceiver:
                 self._cancel(key, receive)
             case ProbePeer():
                 self._probe(command)
+            case Grant():
+                self._bouncing.granted(command)
+            case MeetSource():
+                self._bouncing.meet(command)
+            case ScatterOrder():
+                self._bouncing.scatter(command)
 
     def poll(self) -> bool:
         """Posts at most one piece of one write, so that a cancel can still overtake the others, and looks at every open
@@ -161,17 +150,18 @@ class RankTransceiver:
             self._post(self._queue.popleft())
         for write in tuple(self._open):
             self._look(write)
-        probing = self._probes.poll()
+        probing, copying = self._probes.poll(), self._bouncing.poll()
         for peer_id, peer in [one for one in self._peers.items() if one[1].forgotten]:
             if not self._in_use(peer_id, peer):
                 self._drop(peer_id, peer)
-        return bool(self._queue or self._open) or probing
+        return bool(self._queue or self._open) or probing or copying
 
     def close(self) -> None:
         """Ends the agent. Raises AgentError while writes are open."""
         self._agent.close()
 
-    def _load(self, info: InstanceInfo, ranks: tuple[RankInfo, ...]) -> None:
+    def _load(self, command: LoadPeer) -> None:
+        info, ranks = command.peer, command.ranks
         peer_id = (info.instance_id, info.incarnation)
         known = self._peers.get(peer_id)
         if known is not None and (known.lost or known.info.ranks != info.ranks):
@@ -194,23 +184,33 @@ class RankTransceiver:
                     self._agent.forget_remote(info.ranks[rank].agent.name)
                 self._refuse(info, "agent", str(error), "see that both hosts reach each other and connect again")
                 return
-            known = self._peers[peer_id] = _Peer(info, plans)
-        known.forgotten = False
-        if self._probing.measures and known.plans:
+            known = self._peers[peer_id] = Peer(info, plans)
+        known.forgotten, known.bounce, known.require_path = False, command.bounce, command.require_path
+        if known.plans and (self._probing.measures or known.require_path):
             self._measure(peer_id, known, 0, partial(self._measured, peer_id, known))
+        elif command.bounce and known.plans and self._probing.scratch is not None:
+            # Also the first write to a peer, which takes a hundred times longer than the next one.
+            paths = {self._agent.path(info.ranks[rank].agent.name) for rank in known.plans}
+            new = not all(self._bouncing.policy.book.knows(path) for path in paths)
+            self._measure(peer_id, known, 0 if new else SMALL_BYTES, partial(self._learnt, peer_id, known, new))
         else:
             self._emit(PeerLoaded(*peer_id, plan_digest=rank_digest(known.plans.values())))
 
-    def _measure(
-        self, peer_id: PeerId, peer: _Peer, nbytes: int, done: Callable[[tuple[PairProbe, ...]], None]
-    ) -> None:
+    def _measure(self, peer_id: PeerId, peer: Peer, nbytes: int, done: Callable[[tuple[PairProbe, ...]], None]) -> None:
         self._probes.begin(peer_id, [peer.info.ranks[rank] for rank in sorted(peer.plans)], nbytes, done)
 
-    def _measured(self, peer_id: PeerId, peer: _Peer, found: tuple[PairProbe, ...]) -> None:
+    def _learnt(self, peer_id: PeerId, peer: Peer, new: bool, found: tuple[PairProbe, ...]) -> None:
+        """Costs of a path were measured, or a known one was warmed up."""
+        for one in found if new else ():
+            self._bouncing.policy.book.probed(one)
+        self._emit(PeerLoaded(*peer_id, plan_digest=rank_digest(peer.plans.values())))
+
+    def _measured(self, peer_id: PeerId, peer: Peer, found: tuple[PairProbe, ...]) -> None:
         """The pair has been measured before its first use."""
         for one in found:
+            self._bouncing.policy.book.probed(one)
             log.info("way to rank %d of %s: %s", one.dst_rank, peer_id[0], one.problem or one.path)
-        against = tuple(reason for one in found if (reason := self._probing.refuse(one)) is not None)
+        against = tuple(reason for one in found for reason in self._probing.refuse(one, peer.require_path))
         peer.lost |= bool(against)
         digest = b"" if against else rank_digest(peer.plans.values())
         self._emit(PeerLoaded(*peer_id, incompatibilities=against, plan_digest=digest, probes=found))
@@ -223,7 +223,7 @@ class RankTransceiver:
         else:
             self._measure(peer_id, peer, command.nbytes, lambda found: self._emit(PeerProbed(command.number, found)))
 
-    def _in_use(self, peer_id: PeerId, peer: _Peer) -> bool:
+    def _in_use(self, peer_id: PeerId, peer: Peer) -> bool:
         return any(write.peer is peer for write in self._open) or self._probes.touches(peer_id)
 
     def _refuse(self, info: InstanceInfo, field: str, problem: str, remedy: str, *, later: bool = False) -> None:
@@ -241,7 +241,7 @@ class RankTransceiver:
         if not self._in_use(peer_id, peer):
             self._drop(peer_id, peer)
 
-    def _drop(self, peer_id: PeerId, peer: _Peer) -> None:
+    def _drop(self, peer_id: PeerId, peer: Peer) -> None:
         del self._peers[peer_id]
         for rank in peer.plans:
             self._agent.forget_remote(peer.info.ranks[rank].agent.name)
@@ -254,7 +254,7 @@ class RankTransceiver:
             return
         now = self._clock()
         for dst_rank in sorted({blocks.rank for blocks in order.destinations}):
-            self._queue.append(_Queued(order, dst_rank, now))
+            self._queue.append(Queued(order, dst_rank, now))
 
     def _cancel(self, key: RequestKey, receive: int) -> None:
         for queued in [one for one in self._queue if one.order.key == key and one.order.receive == receive]:
@@ -264,7 +264,7 @@ class RankTransceiver:
             if one.order.key == key and one.order.receive == receive:
                 one.write.cancel("cancelled while it was posted piece by piece")
 
-    def _post(self, queued: _Queued) -> None:
+    def _post(self, queued: Queued) -> None:
         order, dst_rank = queued.order, queued.dst_rank
         peer = self._peers.get((order.instance_id, order.incarnation))
         if peer is None or peer.forgotten:
@@ -274,60 +274,71 @@ class RankTransceiver:
             self._never(order, dst_rank, f"rank {self.info.rank} is not a writer of rank {dst_rank}")
             return
         plan, began = peer.plans[dst_rank], self._clock()
-        agent_name = peer.info.ranks[dst_rank].agent.name
         try:
-            mine, theirs = block_lists(order.sources, self.info.rank), block_lists(order.destinations, dst_rank)
-            held, wanted = begins(order.sources, self.info.rank), begins(order.destinations, dst_rank)
-            pairs = plan.instantiate(mine, theirs, chunk_of(order), src_begins=held, dst_begins=wanted)
+            chosen = self._chooser.choose(order, plan, peer.info.ranks[dst_rank], may_bounce=peer.bounce)
             planned = self._clock()
-            path = self._agent.path(agent_name)
-            write = PiecedWrite(self._agent, agent_name, pairs, self._piece_bytes)
-            if write.can_post:
-                write.post()
+            if chosen.write.can_post:
+                chosen.write.post()
         except (PlanError, AgentError) as error:
             self._never(order, dst_rank, str(error))
             return
-        posted = self._clock()
         stats = TransferStats(
-            bytes=pairs.nbytes,
-            descriptors=len(pairs),
-            path=path,
+            bytes=chosen.nbytes,
+            descriptors=chosen.descriptors,
+            path=chosen.path,
             queue=began - queued.taken,
             plan=planned - began,
-            post=posted - planned,
+            post=self._clock() - planned,
+            bounced=chosen.bounced,
+            predicted=chosen.predicted,
         )
-        if len(pairs):
-            self._open.append(_Open(order, peer, plan, write, stats, planned))
+        if chosen.nbytes:
+            alone = not self._open and not self._queue
+            self._open.append(Open(order, peer, plan, chosen.write, stats, planned, alone))
         else:
             self._notify(order, plan, WriterOutcome.DELIVERED, stats)
 
-    def _post_more(self, one: _Open) -> None:
+    def _post_more(self, one: Open) -> None:
         began = self._clock()
         try:
             one.write.post()
         except AgentError as error:
             log.warning("a piece of request %s could not be posted: %s", one.order.key, error)
-        one.stats = replace(one.stats, post=one.stats.post + self._clock() - began)
+        one.stats = one.stats._replace(post=one.stats.post + self._clock() - began)
 
-    def _look(self, write: _Open) -> None:
+    def _look(self, write: Open) -> None:
         status = write.write.look()
         if status.state is WriteState.IN_FLIGHT:
             return
         wire = self._clock() - write.posted
         self._open.remove(write)
-        done = status.state is WriteState.DONE
-        stats = replace(write.stats, bytes=write.stats.bytes if done else 0, wire=wire)
+        done, chunks = status.state is WriteState.DONE, 0
+        stats = write.stats._replace(bytes=write.stats.bytes if done else 0, wire=wire)
+        if isinstance(write.write, BouncedWrite):
+            self._bouncing.over(write.write)
+            chunks = write.write.chunks
+        if done and write.alone and not self._open and not self._queue:
+            book, bounced = self._bouncing.policy.book, stats.bounced > 0
+            book.observed(stats.path, bounced=bounced, predicted=stats.predicted, took=wire)
         outcome = WriterOutcome.DELIVERED if done else WriterOutcome.QUIESCED
-        self._notify(write.order, write.plan, outcome, stats, status.reason)
+        self._notify(write.order, write.plan, outcome, stats, status.reason, chunks)
         write.peer.lost |= status.peer_lost
 
     def _notify(
-        self, order: WriteOrder, plan: PeerPlan, outcome: WriterOutcome, stats: TransferStats, reason: str = ""
+        self,
+        order: WriteOrder,
+        plan: PeerPlan,
+        outcome: WriterOutcome,
+        stats: TransferStats,
+        reason: str = "",
+        chunks: int = 0,
     ) -> None:
         wanted = begins(order.destinations, plan.dst_rank)
         extents = plan.extents(chunk_of(order), wanted) if outcome is WriterOutcome.DELIVERED else ()
         who = (plan.src_rank, plan.dst_rank)
-        self._emit(TransferNotice(order.key, *who, outcome, extents, reason, stats, receive=order.receive))
+        self._emit(
+            TransferNotice(order.key, *who, outcome, extents, reason, stats, receive=order.receive, chunks=chunks)
+        )
 
     def _never(self, order: WriteOrder, dst_rank: int, reason: str) -> None:
         outcome = WriterOutcome.NEVER_STARTED

@@ -33,6 +33,7 @@ from kvtransfer.ports import (
     SendOutcome,
     TransferFailure,
 )
+from kvtransfer.transceiver.deadlines import Deadlines
 from kvtransfer.transceiver.inbox import Inbox
 from kvtransfer.transceiver.policy import HandoffPolicy, Next, Receives
 
@@ -75,6 +76,7 @@ class SchedulerTransceiver:
         self._port, self._clock = port, clock
         self._policy = policy or HandoffPolicy()
         self._tried = Receives(self._policy)
+        self._deadlines = Deadlines(self._policy.timeout_s, clock)
         self._sends: dict[RequestKey, _InFlight] = {}
         self._receives: dict[RequestKey, _InFlight] = {}
         self._prepared: set[RequestKey] = set()
@@ -146,22 +148,28 @@ class SchedulerTransceiver:
         return fits and len(self._sends) < self._policy.max_held_requests
 
     def respond_and_send_async(
-        self, key: RequestKey, tokens: TokenRange, sources: Sequence[RankBlocks], *, is_last: bool = True
+        self,
+        key: RequestKey,
+        tokens: TokenRange,
+        sources: Sequence[RankBlocks],
+        *,
+        is_last: bool = True,
+        dp_rank: int = 0,
     ) -> None:
-        """Offers the pages of a prefill (blocks from token 0, every kernel that writes them has finished) and returns
-        at once: all of them, or the chunk `tokens` when `is_last` is False or earlier chunks were offered. They stay
-        pinned until `check_context_transfer_status` returns the key."""
+        """Offers the pages of a prefill on attention-dp group `dp_rank` (blocks from token 0, every kernel that writes
+        them has finished) and returns at once: all of them, or the chunk `tokens` when `is_last` is False or earlier
+        chunks were offered. They stay pinned until `check_context_transfer_status` returns the key."""
         open_offer = self._sends.get(key)
         blocks = max((len(one.blocks) for one in sources), default=0)
         if open_offer is not None and open_offer.more:
-            self._port.send(SendOffer(key, tokens, tuple(sources), open_offer.chunks, not is_last))
+            self._port.send(SendOffer(key, tokens, tuple(sources), open_offer.chunks, not is_last, dp_rank))
             open_offer.chunks += 1
             open_offer.more, open_offer.blocks = not is_last, max(blocks, open_offer.blocks)
             return
         self._check_usable(key)
         self._sends[key] = _InFlight(blocks=blocks, more=not is_last)
         try:
-            self._port.send(SendOffer(key, tokens, tuple(sources), more=not is_last))
+            self._port.send(SendOffer(key, tokens, tuple(sources), more=not is_last, dp_rank=dp_rank))
         except BaseException:
             del self._sends[key]
             raise
@@ -202,6 +210,7 @@ class SchedulerTransceiver:
         if intent.key in self._intents:
             raise TransferStateError(intent.key, "waits for its context leg already")
         self._intents.add(intent.key)
+        self._deadlines.left(intent.key)
         try:
             self._port.send(intent)
         except BaseException:
@@ -226,7 +235,8 @@ class SchedulerTransceiver:
         # Before publication can escape: an outcome must always find its request.
         self._receives[request.key] = _InFlight()
         try:
-            self._port.send(replace(request, may_retry=self._tried.begin(request.key)))
+            timeout_s = request.timeout_s or self._deadlines.left(request.key)
+            self._port.send(replace(request, may_retry=self._tried.begin(request.key), timeout_s=timeout_s))
         except BaseException:
             del self._receives[request.key]
             raise
@@ -264,6 +274,7 @@ class SchedulerTransceiver:
         step = self._tried.decide(outcome)
         if outcome.settled and step is not Next.RETRY:
             self._tried.forget(outcome.key)
+            self._deadlines.forget(outcome.key)
         return step
 
     def give_up(self, key: RequestKey) -> Next:
@@ -293,6 +304,7 @@ class SchedulerTransceiver:
         """True: nothing of the key is in flight, its memory may be freed. False: it is withdrawn, but a write may touch
         the pages; ask again after the next check_* calls. The hub is told once."""
         self._prepared.discard(key)
+        self._deadlines.forget(key)
         if self._tried.forget(key):
             self._port.send(CancelTransfer(key))
         held = [table[key] for table in (self._sends, self._receives) if key in table]

@@ -20,8 +20,6 @@ from kvtransfer.wire.common import (
     incompatibilities_to_pb,
     key_from_pb,
     key_to_pb,
-    notice_from_pb,
-    notice_to_pb,
     tokens_from_pb,
     tokens_to_pb,
     trace_from_pb,
@@ -38,6 +36,7 @@ from kvtransfer.wire.envelope import (
     fence_request_to_pb,
     session_view_from_pb,
     session_view_to_pb,
+    take_messages,
 )
 from kvtransfer.wire.geometry import (
     instance_info_from_pb,
@@ -49,7 +48,8 @@ from kvtransfer.wire.geometry import (
     rank_info_from_pb,
     rank_info_to_pb,
 )
-from kvtransfer.wire.peer import peer_message_from_pb, peer_message_to_pb, peer_view_from_pb, peer_view_to_pb
+from kvtransfer.wire.notices import notices_from_pb, notices_to_pb
+from kvtransfer.wire.peer import peer_bodies_from_pb, peer_message_to_pb, peer_view_from_pb, peer_view_to_pb
 from kvtransfer.wire.rank import (
     rank_input_from_bytes,
     rank_input_to_bytes,
@@ -96,11 +96,11 @@ __all__ = [
     "key_to_pb",
     "model_from_pb",
     "model_to_pb",
-    "notice_from_pb",
-    "notice_to_pb",
+    "notices_from_pb",
+    "notices_to_pb",
     "page_table_from_pb",
     "page_table_to_pb",
-    "peer_message_from_pb",
+    "peer_bodies_from_pb",
     "peer_message_to_pb",
     "peer_view_from_pb",
     "peer_view_to_pb",
@@ -124,6 +124,7 @@ __all__ = [
     "send_outcome_to_pb",
     "session_view_from_pb",
     "session_view_to_pb",
+    "take_messages",
     "tokens_from_pb",
     "tokens_to_pb",
     "trace_from_pb",

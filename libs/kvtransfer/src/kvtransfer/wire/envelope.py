@@ -2,44 +2,87 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from isthmus.v1 import kv_transfer_service_pb2, transfer_pb2
 
 from kvtransfer.errors import WireError
 from kvtransfer.messages import Envelope, FenceAnswer, FenceWriter, SessionView
+from kvtransfer.ports import TransferNotice
 from kvtransfer.rank_info import INCARNATION_BYTES, InstanceRole
 from kvtransfer.wire._read import duration, enum, incarnation, limited, parse, present, seconds, text
-from kvtransfer.wire.common import key_from_pb, key_to_pb, notice_from_pb, notice_to_pb
+from kvtransfer.wire.common import key_from_pb, key_to_pb
+from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notices
 from kvtransfer.wire.page_tables import MAX_NAME
-from kvtransfer.wire.peer import MAX_KEYS, fence_from_pb, fence_to_pb, peer_message_from_pb, peer_message_to_pb
+from kvtransfer.wire.peer import fence_from_pb, fence_to_pb, peer_bodies_from_pb, write_peer_message
 
 if TYPE_CHECKING:
     from isthmus.v1 import common_pb2
 
+    from kvtransfer.messages import PeerBody
+
 MAX_ENVELOPE_MESSAGES = 1 << 12
+_ANY_SIZE = 1 << 62
+
+
+AnyEnvelope = kv_transfer_service_pb2.ConnectRequest | kv_transfer_service_pb2.ConnectResponse
 
 
 def envelope_to_request(envelope: Envelope) -> kv_transfer_service_pb2.ConnectRequest:
     """Generation to context."""
-    return kv_transfer_service_pb2.ConnectRequest(
-        src_incarnation=envelope.src_incarnation,
-        dst_incarnation=envelope.dst_incarnation,
-        messages=[peer_message_to_pb(body) for body in envelope.messages],
-    )
+    return _filled(envelope, kv_transfer_service_pb2.ConnectRequest())
 
 
 def envelope_to_response(envelope: Envelope) -> kv_transfer_service_pb2.ConnectResponse:
     """Context to generation."""
-    return kv_transfer_service_pb2.ConnectResponse(
-        src_incarnation=envelope.src_incarnation,
-        dst_incarnation=envelope.dst_incarnation,
-        messages=[peer_message_to_pb(body) for body in envelope.messages],
-    )
+    return _filled(envelope, kv_transfer_service_pb2.ConnectResponse())
+
+
+def take_messages(queue: deque[PeerBody], into: AnyEnvelope, most: int, nbytes: int) -> int:
+    """Moves bodies from the head of a queue into an envelope: at most `most`, at most `nbytes` bytes, but at least one
+    message. Notices that follow each other are one message. Returns how many bodies were taken."""
+    taken = size = 0
+    while queue and taken < most:
+        message = into.messages.add()
+        if isinstance(queue[0], TransferNotice):
+            count = _run(queue, most - taken)
+            write_notices([cast("TransferNotice", queue[at]) for at in range(count)], message.transfer_notices)
+        else:
+            count = 1
+            write_peer_message(queue[0], message)
+        size += message.ByteSize()
+        if taken and size > nbytes:
+            del into.messages[-1]
+            break
+        for _ in range(count):
+            queue.popleft()
+        taken += count
+    return taken
+
+
+def _run(queue: deque[PeerBody], most: int) -> int:
+    count = 0
+    for body in queue:
+        if count == most or not isinstance(body, TransferNotice):
+            break
+        count += 1
+    return count
+
+
+E = TypeVar("E", kv_transfer_service_pb2.ConnectRequest, kv_transfer_service_pb2.ConnectResponse)
+
+
+def _filled(envelope: Envelope, pb: E) -> E:
+    pb.src_incarnation, pb.dst_incarnation = envelope.src_incarnation, envelope.dst_incarnation
+    queue = deque(envelope.messages)
+    while queue:
+        take_messages(queue, pb, len(queue), _ANY_SIZE)
+    return pb
 
 
 def envelope_from_pb(
-    pb: kv_transfer_service_pb2.ConnectRequest | kv_transfer_service_pb2.ConnectResponse,
+    pb: AnyEnvelope,
 ) -> Envelope:
     """Either direction. Raises WireError when any message in it is malformed: then none of them is used."""
     limited(pb.messages, MAX_ENVELOPE_MESSAGES, "envelope.messages")
@@ -47,7 +90,7 @@ def envelope_from_pb(
         raise WireError("envelope.src_incarnation", f"{len(pb.src_incarnation)} bytes, not {INCARNATION_BYTES}")
     if len(pb.dst_incarnation) not in (0, INCARNATION_BYTES):
         raise WireError("envelope.dst_incarnation", f"{len(pb.dst_incarnation)} bytes, not {INCARNATION_BYTES} or 0")
-    messages = tuple(peer_message_from_pb(message) for message in pb.messages)
+    messages = tuple(body for message in pb.messages for body in peer_bodies_from_pb(message))
     return Envelope(pb.src_incarnation, pb.dst_incarnation, messages)
 
 
@@ -81,7 +124,7 @@ def fence_answer_to_pb(answer: FenceAnswer) -> kv_transfer_service_pb2.FenceResp
         incarnation=answer.incarnation,
         exited_incarnations=answer.exited_incarnations,
         exited_ranks=answer.exited_ranks,
-        notices=[notice_to_pb(one) for one in answer.notices],
+        notices=notices_to_pb(answer.notices),
     )
 
 
@@ -89,12 +132,11 @@ def fence_answer_from_pb(pb: kv_transfer_service_pb2.FenceResponse) -> FenceAnsw
     """Raises WireError naming the field."""
     for values, name in ((pb.exited_incarnations, "exited_incarnations"), (pb.exited_ranks, "exited_ranks")):
         limited(values, MAX_ENVELOPE_MESSAGES, f"fence_response.{name}")
-    limited(pb.notices, MAX_KEYS, "fence_response.notices")
     return FenceAnswer(
         incarnation(pb.incarnation, "fence_response"),
         tuple(incarnation(one, "fence_response.exited") for one in pb.exited_incarnations),
         tuple(pb.exited_ranks),
-        tuple(notice_from_pb(one, "fence_response.notices") for one in pb.notices),
+        notices_from_pb(pb.notices, "fence_response.notices"),
     )
 
 

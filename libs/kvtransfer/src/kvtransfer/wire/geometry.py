@@ -46,6 +46,8 @@ def rank_info_to_pb(info: RankInfo) -> kv_pb2.RankInfo:
     )
     if info.scratch is not None:
         pb.scratch.CopyFrom(region_to_pb(info.scratch))
+    if info.arena is not None:
+        pb.arena.CopyFrom(region_to_pb(info.arena))
     pb.MergeFromString(info.extra)
     return pb
 
@@ -69,6 +71,7 @@ def rank_info_from_pb(pb: kv_pb2.RankInfo, field: str = "rank_info") -> RankInfo
             ),
             extra(pb, field),
             region_from_pb(pb.scratch, f"{field}.scratch") if pb.HasField("scratch") else None,
+            region_from_pb(pb.arena, f"{field}.arena") if pb.HasField("arena") else None,
         )
 
 

@@ -38,7 +38,8 @@ MAX_FEATURES = 64
 MAX_NAME = 256
 
 # Extensions of the page table that this build understands.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+PITCH = "unit_pitch"
+KNOWN_FEATURES: frozenset[str] = frozenset({PITCH})
 
 _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
@@ -77,6 +78,9 @@ def page_table_to_pb(table: PageTable) -> kv_pb2.PageTable:
         groups=[_group_to_pb(group) for group in table.groups],
     )
     pb.MergeFromString(table.extra)
+    if any(view.pitch is not None for group in table.groups for view in group.views):
+        # Who does not know it would take units for neighbours.
+        pb.required_features.append(PITCH)
     return pb
 
 
@@ -115,6 +119,7 @@ def _view_to_pb(view: PoolView) -> kv_pb2.PoolView:
             for one in view.sections
         ],
         rows=view.rows,
+        pitch_bytes=view.pitch,
     )
 
 
@@ -210,4 +215,5 @@ def _view_from_pb(pb: kv_pb2.PoolView, field: str) -> PoolView:
             for i, one in enumerate(pb.sections)
         ),
         rows=pb.rows or 1,
+        pitch=pb.pitch_bytes if pb.HasField("pitch_bytes") else None,
     )

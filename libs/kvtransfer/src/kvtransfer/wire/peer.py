@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from isthmus.v1 import transfer_pb2, transfer_terms_pb2
 
+from kvtransfer.bounce_ports import BounceChunk, ChunkReady, Grant
 from kvtransfer.errors import WireError
 from kvtransfer.messages import (
     Bind,
@@ -32,6 +33,7 @@ from kvtransfer.messages import (
     Welcome,
 )
 from kvtransfer.ports import TransferNotice
+from kvtransfer.wire import bounce
 from kvtransfer.wire._read import MAX_REASON_SENT, incarnation, limited, present, text
 from kvtransfer.wire.binding import (
     bind_from_pb,
@@ -40,21 +42,18 @@ from kvtransfer.wire.binding import (
     kv_intent_from_pb,
     not_bound_from_pb,
 )
+from kvtransfer.wire.block_lists import block_lists_from_pb, write_block_lists
 from kvtransfer.wire.common import (
-    block_lists_from_pb,
-    destination_blocks_to_pb,
     incompatibilities_from_pb,
     incompatibilities_to_pb,
     key_from_pb,
     key_to_pb,
-    notice_from_pb,
-    notice_to_pb,
     tokens_from_pb,
-    tokens_to_pb,
     trace_from_pb,
-    trace_to_pb,
+    write_key,
 )
 from kvtransfer.wire.geometry import MAX_DIGEST, instance_info_from_pb, instance_info_to_pb
+from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notices
 from kvtransfer.wire.page_tables import MAX_NAME
 
 if TYPE_CHECKING:
@@ -78,9 +77,11 @@ def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
             reject = transfer_terms_pb2.Reject(incompatibilities=incompatibilities_to_pb(incompatibilities))
             return transfer_pb2.PeerMessage(reject=reject)
         case KvRequest():
-            return transfer_pb2.PeerMessage(kv_request=_kv_request_to_pb(body))
+            message = transfer_pb2.PeerMessage()
+            _write_kv_request(body, message.kv_request)
+            return message
         case TransferNotice():
-            return transfer_pb2.PeerMessage(transfer_notice=notice_to_pb(body))
+            return transfer_pb2.PeerMessage(transfer_notices=notices_to_pb((body,)))
         case Cancel(key, receive):
             return transfer_pb2.PeerMessage(cancel=transfer_pb2.Cancel(key=key_to_pb(key), receive=receive))
         case Reconcile(receives):
@@ -88,7 +89,7 @@ def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
             return transfer_pb2.PeerMessage(reconcile=reconcile)
         case ReconcileReply(in_flight, notices):
             reply = transfer_pb2.ReconcileReply(
-                in_flight=[_receive_to_pb(one) for one in in_flight], notices=[notice_to_pb(one) for one in notices]
+                in_flight=[_receive_to_pb(one) for one in in_flight], notices=notices_to_pb(notices)
             )
             return transfer_pb2.PeerMessage(reconcile_reply=reply)
         case FenceWriter():
@@ -100,18 +101,34 @@ def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
             return transfer_pb2.PeerMessage(goodbye=transfer_pb2.Goodbye(reason=reason[:MAX_REASON_SENT]))
         case KvIntent() | Bind() | NotBound() | FirstTokens():
             return binding_to_pb(body)
+        case ChunkReady() | Grant() | BounceChunk():
+            return bounce.bounce_to_pb(body)
         case Ping(nonce):
             return transfer_pb2.PeerMessage(ping=transfer_pb2.Ping(nonce=nonce))
         case Pong(nonce):
             return transfer_pb2.PeerMessage(pong=transfer_pb2.Pong(nonce=nonce))
 
 
-def peer_message_from_pb(pb: transfer_pb2.PeerMessage) -> PeerBody:
-    """Raises WireError naming the field; an unknown body is an error, never skipped."""
+def write_peer_message(body: PeerBody, into: transfer_pb2.PeerMessage) -> None:
+    """Any body, into a message of an envelope; what every request says is written in place."""
+    match body:
+        case KvRequest():
+            _write_kv_request(body, into.kv_request)
+        case TransferNotice():
+            write_notices((body,), into.transfer_notices)
+        case _:
+            into.CopyFrom(peer_message_to_pb(body))
+
+
+def peer_bodies_from_pb(pb: transfer_pb2.PeerMessage) -> tuple[PeerBody, ...]:
+    """What one message says: one body, or the notices in it. Raises WireError naming the field; an unknown body is an
+    error, never skipped."""
     name = cast("str | None", pb.WhichOneof("body"))
+    if name == "transfer_notices":
+        return notices_from_pb(pb.transfer_notices)
     if name is None:
         raise WireError("peer_message.body", "missing, or of a kind this build does not know")
-    return _READERS[name](getattr(pb, name))
+    return (_READERS[name](getattr(pb, name)),)
 
 
 def _capabilities_from_pb(values: Iterable[int], field: str) -> frozenset[Capability]:
@@ -172,6 +189,7 @@ def _hello_to_pb(hello: Hello) -> transfer_terms_pb2.Hello:
         required_features=hello.required_features,
         instance=instance_info_to_pb(hello.instance),
         connection_epoch=hello.connection_epoch,
+        require_path=hello.require_path,
     )
 
 
@@ -190,6 +208,7 @@ def _hello_from_pb(pb: transfer_terms_pb2.Hello) -> Hello:
         required_features=tuple(text(one, "hello.required_features", MAX_NAME) for one in pb.required_features),
         instance=instance_info_from_pb(pb.instance, "hello.instance"),
         connection_epoch=pb.connection_epoch,
+        require_path=text(pb.require_path, "hello.require_path", MAX_NAME),
     )
 
 
@@ -224,15 +243,15 @@ def _reject_from_pb(pb: transfer_terms_pb2.Reject) -> Reject:
     return Reject(incompatibilities_from_pb(pb.incompatibilities, "reject.incompatibilities"))
 
 
-def _kv_request_to_pb(request: KvRequest) -> transfer_pb2.KvRequest:
-    return transfer_pb2.KvRequest(
-        key=key_to_pb(request.key),
-        tokens=tokens_to_pb(request.tokens),
-        destinations=[destination_blocks_to_pb(one) for one in request.destinations],
-        trace=trace_to_pb(request.trace),
-        receive=request.receive,
-        may_retry=request.may_retry,
-    )
+def _write_kv_request(request: KvRequest, pb: transfer_pb2.KvRequest) -> None:
+    write_key(request.key, pb.key)
+    pb.tokens.SetInParent()
+    pb.tokens.begin, pb.tokens.end = request.tokens.begin, request.tokens.end
+    write_block_lists(request.destinations, pb.destinations)
+    pb.receive, pb.may_retry, pb.src_dp = request.receive, request.may_retry, request.src_dp
+    trace = request.trace
+    if trace is not None:
+        pb.trace.trace_id, pb.trace.span_id, pb.trace.flags = trace.trace_id, trace.span_id, trace.flags
 
 
 def _kv_request_from_pb(pb: transfer_pb2.KvRequest) -> KvRequest:
@@ -247,6 +266,7 @@ def _kv_request_from_pb(pb: transfer_pb2.KvRequest) -> KvRequest:
         trace=trace_from_pb(pb.trace, "kv_request.trace") if pb.HasField("trace") else None,
         receive=pb.receive,
         may_retry=pb.may_retry,
+        src_dp=pb.src_dp,
     )
 
 
@@ -271,10 +291,9 @@ def _reconcile_from_pb(pb: transfer_pb2.Reconcile) -> Reconcile:
 
 
 def _reconcile_reply_from_pb(pb: transfer_pb2.ReconcileReply) -> ReconcileReply:
-    limited(pb.notices, MAX_KEYS, "reconcile_reply.notices")
     return ReconcileReply(
         _receives_from_pb(pb.in_flight, "reconcile_reply.in_flight"),
-        tuple(notice_from_pb(one, f"reconcile_reply.notices[{i}]") for i, one in enumerate(pb.notices)),
+        notices_from_pb(pb.notices, "reconcile_reply.notices"),
     )
 
 
@@ -313,7 +332,6 @@ _READERS = cast(
         "welcome": _welcome_from_pb,
         "reject": _reject_from_pb,
         "kv_request": _kv_request_from_pb,
-        "transfer_notice": notice_from_pb,
         "cancel": _cancel_from_pb,
         "reconcile": _reconcile_from_pb,
         "reconcile_reply": _reconcile_reply_from_pb,
@@ -324,6 +342,7 @@ _READERS = cast(
         "bind": bind_from_pb,
         "not_bound": not_bound_from_pb,
         "first_tokens": first_tokens_from_pb,
+        **bounce.READERS,
         "ping": _ping_from_pb,
         "pong": _pong_from_pb,
     },

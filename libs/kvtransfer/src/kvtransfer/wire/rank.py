@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 from isthmus.v1 import transfer_ipc_pb2
@@ -10,26 +11,39 @@ from kvtransfer.errors import WireError
 from kvtransfer.ports import (
     CancelWrite,
     ForgetPeer,
+    Grant,
     HubToRank,
     LoadPeer,
+    MeetSource,
     PeerLoaded,
+    PeerWord,
     RankReady,
     RankToHub,
+    Scattered,
+    ScatterOrder,
     TransferNotice,
     WriteOrder,
 )
 from kvtransfer.probe_ports import PeerProbed, ProbePeer
 from kvtransfer.wire._read import incarnation, limited, parse, present, text
+from kvtransfer.wire.block_lists import block_lists_from_pb, block_lists_to_pb
+from kvtransfer.wire.bounce import (
+    grant_from_pb,
+    grant_to_pb,
+    meet_source_from_pb,
+    meet_source_to_pb,
+    peer_word_from_pb,
+    peer_word_to_pb,
+    scatter_order_from_pb,
+    scatter_order_to_pb,
+    scattered_from_pb,
+    scattered_to_pb,
+)
 from kvtransfer.wire.common import (
-    block_lists_from_pb,
-    destination_blocks_to_pb,
     incompatibilities_from_pb,
     incompatibilities_to_pb,
     key_from_pb,
     key_to_pb,
-    notice_from_pb,
-    notice_to_pb,
-    rank_blocks_to_pb,
     tokens_from_pb,
     tokens_to_pb,
 )
@@ -41,6 +55,7 @@ from kvtransfer.wire.geometry import (
     rank_info_from_pb,
     rank_info_to_pb,
 )
+from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notices
 from kvtransfer.wire.page_tables import MAX_NAME
 from kvtransfer.wire.tools import (
     pair_probes_from_pb,
@@ -64,8 +79,13 @@ def rank_input_to_bytes(commands: Iterable[HubToRank]) -> bytes:
 
 def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
     match command:
-        case LoadPeer(peer, ranks):
-            load = transfer_ipc_pb2.LoadPeer(peer=instance_info_to_pb(peer), ranks=map(rank_info_to_pb, ranks))
+        case LoadPeer(peer, ranks, bounce, require_path):
+            load = transfer_ipc_pb2.LoadPeer(
+                peer=instance_info_to_pb(peer),
+                ranks=map(rank_info_to_pb, ranks),
+                bounce=bounce,
+                require_path=require_path,
+            )
             return transfer_ipc_pb2.RankCommand(load_peer=load)
         case ForgetPeer():
             forget = transfer_ipc_pb2.ForgetPeer(instance_id=command.instance_id, incarnation=command.incarnation)
@@ -76,8 +96,8 @@ def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
                 instance_id=command.instance_id,
                 incarnation=command.incarnation,
                 tokens=tokens_to_pb(command.tokens),
-                sources=[rank_blocks_to_pb(one) for one in command.sources],
-                destinations=[destination_blocks_to_pb(one) for one in command.destinations],
+                sources=block_lists_to_pb(command.sources),
+                destinations=block_lists_to_pb(command.destinations),
                 receive=command.receive,
                 window=None if command.window is None else tokens_to_pb(command.window),
             )
@@ -87,6 +107,12 @@ def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
             return transfer_ipc_pb2.RankCommand(cancel=cancel)
         case ProbePeer():
             return transfer_ipc_pb2.RankCommand(probe=probe_peer_to_pb(command))
+        case Grant():
+            return transfer_ipc_pb2.RankCommand(grant=grant_to_pb(command))
+        case MeetSource():
+            return transfer_ipc_pb2.RankCommand(meet_source=meet_source_to_pb(command))
+        case ScatterOrder():
+            return transfer_ipc_pb2.RankCommand(scatter=scatter_order_to_pb(command))
 
 
 def rank_input_from_bytes(data: bytes) -> tuple[HubToRank, ...]:
@@ -102,7 +128,9 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
             present(pb.load_peer, "peer", "load_peer")
             limited(pb.load_peer.ranks, MAX_RANKS, "load_peer.ranks")
             ranks = (rank_info_from_pb(one, f"load_peer.ranks[{i}]") for i, one in enumerate(pb.load_peer.ranks))
-            return LoadPeer(instance_info_from_pb(pb.load_peer.peer, "load_peer.peer"), tuple(ranks))
+            peer = instance_info_from_pb(pb.load_peer.peer, "load_peer.peer")
+            path = text(pb.load_peer.require_path, "load_peer.require_path", MAX_NAME)
+            return LoadPeer(peer, tuple(ranks), pb.load_peer.bounce, path)
         case "forget_peer":
             forget = pb.forget_peer
             instance_id = text(forget.instance_id, "forget_peer.instance_id", MAX_NAME)
@@ -114,6 +142,12 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
             return CancelWrite(key_from_pb(pb.cancel.key, "cancel.key"), pb.cancel.receive)
         case "probe":
             return probe_peer_from_pb(pb.probe)
+        case "grant":
+            return grant_from_pb(pb.grant)
+        case "meet_source":
+            return meet_source_from_pb(pb.meet_source)
+        case "scatter":
+            return scatter_order_from_pb(pb.scatter)
         case _:
             raise WireError("rank_command.body", "missing, or of a kind this build does not know")
 
@@ -134,8 +168,14 @@ def _write_from_pb(pb: transfer_ipc_pb2.WriteOrder) -> WriteOrder:
 
 
 def rank_output_to_bytes(events: Iterable[RankToHub]) -> bytes:
-    """One RankOutput frame, rank to hub."""
-    return transfer_ipc_pb2.RankOutput(events=[_event_to_pb(one) for one in events]).SerializeToString()
+    """One RankOutput frame, rank to hub. Notices that follow each other are one event."""
+    pb = transfer_ipc_pb2.RankOutput()
+    for are_notices, group in groupby(events, lambda one: isinstance(one, TransferNotice)):
+        if are_notices:
+            write_notices(cast("list[TransferNotice]", list(group)), pb.events.add().notices)
+        else:
+            pb.events.extend(_event_to_pb(one) for one in group)
+    return pb.SerializeToString()
 
 
 def _event_to_pb(event: RankToHub) -> transfer_ipc_pb2.RankEvent:
@@ -153,16 +193,26 @@ def _event_to_pb(event: RankToHub) -> transfer_ipc_pb2.RankEvent:
             )
             return transfer_ipc_pb2.RankEvent(peer_loaded=loaded)
         case TransferNotice():
-            return transfer_ipc_pb2.RankEvent(notice=notice_to_pb(event))
+            return transfer_ipc_pb2.RankEvent(notices=notices_to_pb((event,)))
         case PeerProbed():
             return transfer_ipc_pb2.RankEvent(probed=peer_probed_to_pb(event))
+        case PeerWord():
+            return transfer_ipc_pb2.RankEvent(peer_word=peer_word_to_pb(event))
+        case Scattered():
+            return transfer_ipc_pb2.RankEvent(scattered=scattered_to_pb(event))
 
 
 def rank_output_from_bytes(data: bytes) -> tuple[RankToHub, ...]:
     """Raises WireError when any event is malformed: then none of them is used."""
     pb = parse(transfer_ipc_pb2.RankOutput, data, "rank_output")
     limited(pb.events, MAX_BATCH, "rank_output.events")
-    return tuple(_event_from_pb(one) for one in pb.events)
+    return tuple(event for one in pb.events for event in _events_from_pb(one))
+
+
+def _events_from_pb(pb: transfer_ipc_pb2.RankEvent) -> tuple[RankToHub, ...]:
+    if pb.HasField("notices"):
+        return notices_from_pb(pb.notices, "notices")
+    return (_event_from_pb(pb),)
 
 
 def _event_from_pb(pb: transfer_ipc_pb2.RankEvent) -> RankToHub:
@@ -180,8 +230,10 @@ def _event_from_pb(pb: transfer_ipc_pb2.RankEvent) -> RankToHub:
                 loaded.later,
                 pair_probes_from_pb(loaded.probes, "peer_loaded.probes"),
             )
-        case "notice":
-            return notice_from_pb(pb.notice, "notice")
+        case "peer_word":
+            return peer_word_from_pb(pb.peer_word)
+        case "scattered":
+            return scattered_from_pb(pb.scattered)
         case "probed":
             return peer_probed_from_pb(pb.probed)
         case _:

@@ -17,11 +17,10 @@ from kvtransfer.ports import (
     TransferStats,
 )
 from kvtransfer.wire._read import MAX_REASON_SENT, duration, enum, incarnation, present, seconds, text
+from kvtransfer.wire.block_lists import block_lists_from_pb, block_lists_to_pb
 from kvtransfer.wire.common import (
-    block_lists_from_pb,
     key_from_pb,
     key_to_pb,
-    rank_blocks_to_pb,
     tokens_from_pb,
     tokens_to_pb,
     trace_from_pb,
@@ -32,13 +31,13 @@ from kvtransfer.wire.page_tables import MAX_NAME
 
 def send_offer_to_pb(offer: SendOffer) -> transfer_ipc_pb2.SendOffer:
     """Scheduler to hub."""
-    sources = [rank_blocks_to_pb(one) for one in offer.sources]
     return transfer_ipc_pb2.SendOffer(
         key=key_to_pb(offer.key),
         tokens=tokens_to_pb(offer.tokens),
-        sources=sources,
+        sources=block_lists_to_pb(offer.sources),
         chunk=offer.chunk,
         more=offer.more,
+        dp_rank=offer.dp_rank,
     )
 
 
@@ -52,6 +51,7 @@ def send_offer_from_pb(pb: transfer_ipc_pb2.SendOffer) -> SendOffer:
         block_lists_from_pb(pb.sources, "send_offer.sources"),
         pb.chunk,
         pb.more,
+        pb.dp_rank,
     )
 
 
@@ -60,12 +60,15 @@ def receive_request_to_pb(request: ReceiveRequest) -> transfer_ipc_pb2.ReceiveRe
     return transfer_ipc_pb2.ReceiveRequest(
         key=key_to_pb(request.key),
         tokens=tokens_to_pb(request.tokens),
-        destinations=[rank_blocks_to_pb(one) for one in request.destinations],
+        destinations=block_lists_to_pb(request.destinations),
         endpoint=request.holder.endpoint,
         instance_id=request.holder.instance_id,
         incarnation=request.holder.incarnation,
         trace=trace_to_pb(request.trace),
         may_retry=request.may_retry,
+        context_dp_rank=request.holder.dp_rank,
+        dp_rank=request.dp_rank,
+        timeout=duration(request.timeout_s) if request.timeout_s else None,
     )
 
 
@@ -82,9 +85,12 @@ def receive_request_from_pb(pb: transfer_ipc_pb2.ReceiveRequest) -> ReceiveReque
             text(pb.endpoint, f"{field}.endpoint", MAX_NAME),
             text(pb.instance_id, f"{field}.instance_id", MAX_NAME),
             incarnation(pb.incarnation, field),
+            pb.context_dp_rank,
         ),
         trace=trace_from_pb(pb.trace, f"{field}.trace") if pb.HasField("trace") else None,
         may_retry=pb.may_retry,
+        dp_rank=pb.dp_rank,
+        timeout_s=seconds(pb.timeout, f"{field}.timeout"),
     )
 
 

@@ -8,12 +8,13 @@ from isthmus.v1 import transfer_ipc_pb2, transfer_tools_pb2
 
 from kvtransfer.probe_ports import PairProbe, PeerProbed, ProbePeer
 from kvtransfer.wire._read import MAX_REASON_SENT, incarnation, limited, seconds, text, write_duration
+from kvtransfer.wire.common import incompatibilities_to_pb
 from kvtransfer.wire.page_tables import MAX_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvtransfer.dry_run import PlannedWrite
+    from kvtransfer.dry_run import DryRun, PlannedWrite
 
 MAX_PAIRS = 1 << 16
 
@@ -100,3 +101,19 @@ def planned_write_to_pb(write: PlannedWrite) -> transfer_tools_pb2.PlannedWrite:
     if write.expected is not None:
         write_duration(write.expected, pb.expected)
     return pb
+
+
+def plan_to_pb(run: DryRun) -> transfer_tools_pb2.PlanTransferResponse:
+    """The whole answer."""
+    answer = transfer_tools_pb2.PlanTransferResponse(
+        compatible=not run.incompatibilities,
+        incompatibilities=incompatibilities_to_pb(run.incompatibilities),
+        writes=[planned_write_to_pb(write) for write in run.writes],
+        bytes=sum(write.bytes for write in run.writes),
+        explanation=run.explanation,
+        context_id=run.context_id,
+        generation_id=run.generation_id,
+    )
+    if run.expected is not None:
+        write_duration(run.expected, answer.expected)
+    return answer

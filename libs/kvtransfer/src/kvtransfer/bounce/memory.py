@@ -1,0 +1,81 @@
+"""Arenas, and what copies between an arena and the cache, by kind of memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtransfer.bounce.copying import Copier, HostCopier
+from kvtransfer.errors import AgentUnavailable
+from kvtransfer.pools import MemoryKind, RegisteredRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+
+def make_arena(cache: RegisteredRegion, nbytes: int) -> tuple[RegisteredRegion, object]:
+    """An arena in memory of the cache's kind, and what keeps it. Host pages that are never touched cost nothing."""
+    if cache.memory_kind is MemoryKind.VRAM:
+        return _device_arena(cache.device_id, nbytes)
+    array = np.zeros(nbytes, np.uint8)
+    return RegisteredRegion(int(array.ctypes.data), nbytes, MemoryKind.DRAM), array
+
+
+def make_copier(cache: RegisteredRegion) -> Copier:
+    """Raises AgentUnavailable when the device's kernels can not be used: triton is not installed."""
+    if cache.memory_kind is not MemoryKind.VRAM:
+        return HostCopier()
+    try:
+        from kvtransfer.bounce.cuda_copying import CudaCopier
+    except ImportError as error:
+        raise AgentUnavailable(f"chunks in device memory need triton: {error}; pip install triton") from error
+    return CudaCopier(cache.device_id)
+
+
+def _device_arena(device_id: int, nbytes: int) -> tuple[RegisteredRegion, object]:
+    import torch
+
+    torch.cuda.init()
+    with _plain_segments():
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device_id}")
+    torch.cuda.synchronize(device_id)
+    return RegisteredRegion(tensor.data_ptr(), nbytes, MemoryKind.VRAM, device_id), tensor
+
+
+class _plain_segments:  # used as a context manager
+    """What is allocated inside can be shared by CUDA IPC, whatever the process has chosen for the rest."""
+
+    def __enter__(self) -> None:
+        chosen = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        self._expandable = "expandable_segments:True" in chosen
+        self._set("False")
+
+    def __exit__(self, *_: object) -> None:
+        self._set("True")
+
+    def _set(self, value: str) -> None:
+        import torch
+
+        if self._expandable:
+            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{value}")  # pyright: ignore
+
+
+def unshareable(regions: tuple[RegisteredRegion, ...]) -> Iterator[RegisteredRegion]:
+    """Device memory that CUDA IPC can not share: torch's expandable segments. Writes to it, and from it, go through the
+    host without a word, hundreds of times slower. Only what torch has allocated is known."""
+    device = [one for one in regions if one.memory_kind is MemoryKind.VRAM]
+    if not device:
+        return
+    import torch
+
+    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
+    segments = [one for one in snapshot if one.get("is_expandable")]
+    spans = [(int(one["address"]), int(one["address"]) + int(one["total_size"])) for one in segments]
+    for region in device:
+        if any(begin < region.end and region.base_address < end for begin, end in spans):
+            yield region

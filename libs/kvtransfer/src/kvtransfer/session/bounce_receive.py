@@ -1,0 +1,257 @@
+"""The generation side of chunks: room in the arenas of its ranks, scatters under way, and what has to wait for them.
+
+    ChunkReady ─▶ WAITING ── room ─▶ GRANTED ── BounceChunk ─▶ SCATTERING ── Scattered ─▶ free
+                     └─ the writer's last word, or the end of the receive ─▶ free (GRANTED), dropped (WAITING)
+
+A grant is memory that its writer may still write: it is taken back when its chunk is scattered, when the writer has
+said its last word, or when the receive has been settled, which needs that word or a proof of death. Two things wait for
+scatters: the DELIVERED of a writer, since its bytes are not in the pages before, and the settled outcome of a receive,
+since pages must not be used while something is copied into them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtransfer.bounce.credits import Credits
+from kvtransfer.bounce_ports import BounceChunk, ChunkName, ChunkReady, Grant, MeetSource, Scattered, ScatterOrder
+from kvtransfer.errors import ProtocolError
+from kvtransfer.ports import ReceiveOutcome, WriterOutcome
+from kvtransfer.session.actions import Emit, PeerId, ToPeer, ToRank, ToScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtransfer.messages import KvRequest
+    from kvtransfer.ports import RequestKey, TransferNotice
+    from kvtransfer.rank_info import InstanceInfo
+
+log = logging.getLogger(__name__)
+
+Writer = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Written:
+    """What one writer has sent."""
+
+    seen: set[int] = field(default_factory=set[int])
+    scattering: set[ChunkName] = field(default_factory=set[ChunkName])
+    problem: str = ""
+    over: bool = False
+    # Its last word, until everything is scattered.
+    notice: TransferNotice | None = None
+
+
+@dataclass(slots=True)
+class _Receive:
+    """One KvRequest that a peer serves."""
+
+    peer: PeerId
+    request: KvRequest
+    writers: dict[Writer, _Written] = field(default_factory=dict[Writer, _Written])
+    # Its settled outcome, until everything is scattered.
+    outcome: ReceiveOutcome | None = None
+
+    def writer(self, name: ChunkName) -> _Written:
+        return self.writers.setdefault((name.src_rank, name.dst_rank), _Written())
+
+    @property
+    def scatters(self) -> bool:
+        """True while something is copied into its pages."""
+        return any(one.scattering for one in self.writers.values())
+
+
+class BounceReceive:
+    """All receives of one generation instance. `unit_bytes`: room that every peer is sure of in each arena, for at most
+    `max_peers` of them. `emit` must not call back. Raises ArenaError when an arena is too small for that."""
+
+    def __init__(self, local: InstanceInfo, unit_bytes: int, max_peers: int, emit: Emit) -> None:
+        self._local, self._emit = local, emit
+        self._arenas: dict[int, Credits[PeerId, ChunkName]] = {
+            one.rank: Credits(one.arena.size_bytes, unit_bytes, max_peers)
+            for one in local.ranks
+            if one.arena is not None
+        }
+        self._receives: dict[RequestKey, _Receive] = {}
+        self._gone: set[int] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no room is taken and nothing waits."""
+        return all(one.is_idle for one in self._arenas.values()) and not self.waiting
+
+    @property
+    def waiting(self) -> tuple[RequestKey, ...]:
+        """Receives that are settled but for scatters into their pages."""
+        return tuple(key for key, one in self._receives.items() if one.outcome is not None)
+
+    def granted_bytes(self, rank: int) -> int:
+        """Bytes of a rank's arena that are granted."""
+        arena = self._local.ranks[rank].arena
+        return 0 if arena is None or rank not in self._arenas else arena.size_bytes - self._arenas[rank].free_bytes
+
+    # --- peers
+
+    def meet(self, peer: PeerId, info: InstanceInfo) -> None:
+        """The peer may send chunks from now on: ranks with an arena keep room for it and get ready to scatter."""
+        for rank, arena in self._arenas.items():
+            arena.connect(peer)
+            self._emit(ToRank(rank, MeetSource(info, self._local)))
+
+    def forget(self, peer: PeerId) -> None:
+        """The peer is gone; what its writers still may write stays taken until their receives are settled."""
+        for arena in self._arenas.values():
+            arena.disconnect(peer)
+
+    # --- the life of a receive
+
+    def asked(self, peer: PeerId, request: KvRequest) -> None:
+        """A KvRequest is about to be said: its writers may send chunks."""
+        if self._arenas:
+            self._receives[request.key] = _Receive(peer, request)
+
+    def said(self, peer: PeerId, message: ChunkReady | BounceChunk) -> None:
+        """Either of the two below."""
+        if isinstance(message, ChunkReady):
+            self.ready(peer, message)
+        else:
+            self.chunk(peer, message)
+
+    def ready(self, peer: PeerId, ready: ChunkReady) -> None:
+        """A writer asks for room. One whose receive is over gets no answer: its cancel is on the way. Raises
+        ProtocolError for a rank without arena, or a chunk that has been asked for already."""
+        name = ready.name
+        receive = self._of(peer, name)
+        if receive is None or receive.outcome is not None or receive.writer(name).over:
+            return
+        arena = self._arenas.get(name.dst_rank)
+        if arena is None:
+            raise ProtocolError(f"ChunkReady names rank {name.dst_rank}, which has no arena")
+        if arena.knows(name):
+            raise ProtocolError(f"chunk {name} has been asked for already")
+        arena.ask(peer, name, ready.nbytes)
+        self._give(name.dst_rank)
+
+    def chunk(self, peer: PeerId, chunk: BounceChunk) -> None:
+        """A chunk has been written. Nothing happens when its receive is over, or it has come before. Raises
+        ProtocolError when it is not what was granted."""
+        name = chunk.name
+        receive = self._of(peer, name)
+        if receive is None or receive.outcome is not None:
+            log.debug("chunk %s is not waited for", name)
+            return
+        writer = receive.writer(name)
+        if writer.over or name.seq in writer.seen:
+            # Said again after a reconnect.
+            return
+        granted = self._arenas[name.dst_rank].find(name) if name.dst_rank in self._arenas else None
+        if granted is None or granted.offset != chunk.offset or chunk.end - chunk.begin > granted.nbytes:
+            raise ProtocolError(f"chunk {name} was written where nothing was granted")
+        writer.seen.add(name.seq)
+        writer.scattering.add(name)
+        mine = tuple(one for one in receive.request.destinations if one.rank == name.dst_rank)
+        self._emit(ToRank(name.dst_rank, ScatterOrder(*peer, chunk, receive.request.tokens, mine)))
+
+    def scattered(self, rank: int, done: Scattered) -> list[tuple[PeerId, TransferNotice]]:
+        """A rank does not need a chunk any more. Returns last words that waited for it: they are to be told again."""
+        return self._over([done.name], done.problem) if done.name.dst_rank == rank else []
+
+    def rank_exited(self, rank: int, reason: str) -> list[tuple[PeerId, TransferNotice]]:
+        """A rank of this instance is gone, its arena with it. Returns as `scattered`."""
+        names = [
+            name
+            for receive in self._receives.values()
+            for writer in receive.writers.values()
+            for name in writer.scattering
+            if name.dst_rank == rank
+        ]
+        words = self._over(names, f"rank {rank} of the generation instance exited: {reason}")
+        self._arenas.pop(rank, None)
+        self._gone.add(rank)
+        return words
+
+    def screen(self, peer: PeerId, notice: TransferNotice, *, final: bool = False) -> TransferNotice | None:
+        """A writer's last word as it may be told now; None while its chunks are being scattered, or missing: a broken
+        stream has lost them, and they are said again when it is reconciled. `final`: they will not be, so it has not
+        delivered."""
+        receive = self._receives.get(notice.key)
+        if receive is None or (receive.peer, receive.request.receive) != (peer, notice.receive):
+            return notice
+        pair = (notice.src_rank, notice.dst_rank)
+        writer = receive.writers.setdefault(pair, _Written())
+        missing = notice.chunks - len(writer.seen) if notice.outcome is WriterOutcome.DELIVERED else 0
+        if missing and not final:
+            writer.notice = notice
+            return None
+        writer.over = True
+        self._take_back(receive, pair)
+        if notice.outcome is not WriterOutcome.DELIVERED:
+            return notice
+        if missing or writer.problem:
+            problem = writer.problem or f"{missing} of {notice.chunks} chunks were lost with their stream"
+            return notice._replace(outcome=WriterOutcome.QUIESCED, extents=(), reason=problem)
+        writer.notice = notice if writer.scattering else None
+        return None if writer.scattering else notice
+
+    def hold(self, outcome: ReceiveOutcome) -> bool:
+        """True when the outcome has to wait for scatters; it is told then. Every grant of the receive comes back."""
+        receive = self._receives.get(outcome.key)
+        if receive is None or not outcome.settled:
+            return False
+        for pair in set(receive.writers):
+            self._take_back(receive, pair)
+        if receive.scatters:
+            receive.outcome = outcome
+            return True
+        del self._receives[outcome.key]
+        return False
+
+    # --- steps
+
+    def _of(self, peer: PeerId, name: ChunkName) -> _Receive | None:
+        receive = self._receives.get(name.key)
+        mine = receive is not None and (receive.peer, receive.request.receive) == (peer, name.receive)
+        return receive if mine and name.dst_rank not in self._gone else None
+
+    def _take_back(self, receive: _Receive, pair: Writer) -> None:
+        """Grants that the writer will not use, and what it waits for."""
+        arena = self._arenas.get(pair[1])
+        if arena is None:
+            return
+        key, number = receive.request.key, receive.request.receive
+        for name in arena.names():
+            if (name.key, name.receive, name.src_rank, name.dst_rank) != (key, number, *pair):
+                continue
+            arena.drop(name)
+            if name not in receive.writers[pair].scattering:
+                arena.give_back(name)
+        self._give(pair[1])
+
+    def _over(self, names: Sequence[ChunkName], problem: str) -> list[tuple[PeerId, TransferNotice]]:
+        words: list[tuple[PeerId, TransferNotice]] = []
+        for name in names:
+            receive = self._receives.get(name.key)
+            if receive is None or name not in receive.writer(name).scattering:
+                continue
+            writer = receive.writer(name)
+            writer.scattering.discard(name)
+            writer.problem = writer.problem or problem
+            self._arenas[name.dst_rank].give_back(name)
+            if writer.notice is not None and not writer.scattering:
+                words.append((receive.peer, writer.notice))
+                writer.notice = None
+            if receive.outcome is not None and not receive.scatters:
+                del self._receives[name.key]
+                self._emit(ToScheduler(receive.outcome))
+        for rank in {name.dst_rank for name in names}:
+            self._give(rank)
+        return words
+
+    def _give(self, rank: int) -> None:
+        arena = self._arenas.get(rank)
+        for given in () if arena is None else arena.give():
+            receive = self._receives[given.ticket.key]
+            self._emit(ToPeer(receive.peer, Grant(given.ticket, given.offset, given.nbytes)))

@@ -1,0 +1,219 @@
+"""One transfer through chunks, on the context rank: ask, gather, write, tell; several chunks at once.
+
+range of packed bytes ── ChunkReady ─▶ asked ── Grant ─▶ granted ── room here ─▶ gathering ── copied ─▶ written ─▶ told
+                            ▲                              └ the rest of a small grant ┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtransfer import nvtx
+from kvtransfer.agents.base import WriteState, WriteStatus
+from kvtransfer.bounce_ports import BounceChunk, ChunkName, ChunkReady, Grant
+from kvtransfer.errors import AgentError, PeerLost
+from kvtransfer.regions import RegionPairs
+
+if TYPE_CHECKING:
+    from kvtransfer.agents.base import Agent, WriteHandle
+    from kvtransfer.bounce.copying import Copier, Copy
+    from kvtransfer.packed import Packed
+    from kvtransfer.ports import RequestKey, TokenRange
+    from kvtransfer.transceiver.pieced_write import PiecedWrite
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Whose chunks these are, and where they go. `send` and `arena`: addresses of the arenas of both sides."""
+
+    key: RequestKey
+    receive: int
+    src_rank: int
+    dst_rank: int
+    remote: str
+    send: int
+    arena: int
+    window: TokenRange
+    layer_groups: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    name: ChunkName
+    begin: int
+    end: int
+    offset: int
+    place: int = -1
+    copy: Copy | None = None
+    handle: WriteHandle | None = None
+
+
+class BouncedWrite:
+    """Not thread-safe; looks like a `PiecedWrite`. `direct`: runs of the same order that are written as they are.
+
+    `speak` comes first. `ask_room(name, nbytes)` and `free_room(name)`: the send arena, answered by `place`.
+    `number()`: the rank's own count of chunks.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        copier: Copier,
+        packed: Packed,
+        route: Route,
+        chunk_bytes: int,
+        depth: int,
+        ask_room: Callable[[ChunkName, int], None],
+        free_room: Callable[[ChunkName], None],
+        number: Callable[[], int],
+        direct: PiecedWrite | None = None,
+    ) -> None:
+        self._agent, self._copier, self._packed, self._route = agent, copier, packed, route
+        self._depth, self._direct = depth, direct
+        self._ask_room, self._free_room, self._number = ask_room, free_room, number
+        self._say: Callable[[ChunkReady | BounceChunk], None] | None = None
+        parts = max(1, -(-packed.nbytes // chunk_bytes))
+        cuts = np.minimum(np.arange(parts + 1) * chunk_bytes, packed.nbytes).tolist()
+        self._rest = deque(pairwise(cuts))
+        self._asked: dict[ChunkName, tuple[int, int]] = {}
+        self._under_way: dict[ChunkName, _Chunk] = {}
+        self.chunks = 0
+        self._failure, self._peer_lost = "", False
+
+    def speak(self, say: Callable[[ChunkReady | BounceChunk], None]) -> None:
+        """How the peer is told."""
+        self._say = say
+
+    @property
+    def can_post(self) -> bool:
+        """Never: chunks are posted by `look`, runs beside them too."""
+        return False
+
+    def post(self) -> None:
+        """Asks for the first chunks, so that the answers come while other work is done."""
+        self._ask()
+
+    def cancel(self, reason: str) -> None:
+        """Nothing more is asked for, gathered or posted. If everything has been posted, it goes on."""
+        unposted = any(one.handle is None for one in self._under_way.values())
+        if self._direct is not None:
+            self._direct.cancel(reason)
+        if self._rest or self._asked or unposted:
+            self._drop(reason)
+
+    def granted(self, grant: Grant) -> None:
+        """Room in the arena of the peer, perhaps less than asked for. Not for a chunk that nobody waits for."""
+        asked = self._asked.pop(grant.name, None)
+        if asked is None:
+            return
+        if grant.nbytes <= 0:
+            self._drop("the peer gives no room for chunks: the stream to it ended")
+            return
+        begin, end = asked[0], min(asked[1], asked[0] + grant.nbytes)
+        self._again(end, asked[1])
+        self._under_way[grant.name] = _Chunk(grant.name, begin, end, grant.offset)
+        self._ask_room(grant.name, end - begin)
+
+    def place(self, name: ChunkName, offset: int, nbytes: int) -> None:
+        """Room in the send arena, perhaps less than asked for: the gather begins."""
+        chunk = self._under_way.get(name)
+        if chunk is None:
+            self._free_room(name)
+            return
+        end = min(chunk.end, chunk.begin + nbytes)
+        self._again(end, chunk.end)
+        chunk.end, chunk.place = end, self._route.send + offset
+        with nvtx.span("kv.gather"):
+            chunk.copy = self._copier.gather(self._packed, chunk.begin, end, chunk.place)
+
+    def look(self) -> WriteStatus:
+        """Makes progress, posts at most one chunk. DONE: every byte has arrived in the arena and has been told. FAILED:
+        not every byte, and nothing is in flight any more."""
+        self._ask()
+        posted = False
+        for chunk in tuple(self._under_way.values()):
+            if chunk.handle is not None:
+                self._look_at(chunk, chunk.handle)
+            elif chunk.copy is not None and chunk.copy.done():
+                if self._failure:
+                    self._end(chunk)
+                elif not posted:
+                    self._post(chunk)
+                    posted = True
+        beside = self._look_beside()
+        if self._under_way or self._asked or self._rest or beside.state is WriteState.IN_FLIGHT:
+            return WriteStatus(WriteState.IN_FLIGHT)
+        if self._failure:
+            return WriteStatus(WriteState.FAILED, self._failure, self._peer_lost)
+        return beside
+
+    def _look_beside(self) -> WriteStatus:
+        direct = self._direct
+        if direct is None:
+            return WriteStatus(WriteState.DONE)
+        if direct.can_post:
+            try:
+                direct.post()
+            except AgentError as error:
+                self._drop(str(error))
+        status = direct.look()
+        if status.state is WriteState.FAILED:
+            self._peer_lost |= status.peer_lost
+            self._drop(status.reason)
+        return status
+
+    def _ask(self) -> None:
+        while self._say is not None and self._rest and len(self._asked) + len(self._under_way) < self._depth:
+            begin, end = self._rest.popleft()
+            route = self._route
+            name = ChunkName(route.key, route.receive, route.src_rank, route.dst_rank, self._number())
+            self._asked[name] = (begin, end)
+            self._say(ChunkReady(name, end - begin))
+
+    def _again(self, begin: int, end: int) -> None:
+        if begin < end and not self._failure:
+            self._rest.appendleft((begin, end))
+
+    def _post(self, chunk: _Chunk) -> None:
+        size = np.array([chunk.end - chunk.begin], np.int64)
+        source, target = np.array([chunk.place], np.int64), np.array([self._route.arena + chunk.offset], np.int64)
+        try:
+            chunk.handle = self._agent.submit(RegionPairs(source, target, size), self._route.remote)
+        except AgentError as error:
+            self._peer_lost |= isinstance(error, PeerLost)
+            self._drop(str(error))
+            self._end(chunk)
+
+    def _look_at(self, chunk: _Chunk, handle: WriteHandle) -> None:
+        status = self._agent.poll(handle)
+        if status.state is WriteState.IN_FLIGHT:
+            return
+        self._agent.release(handle)
+        self._end(chunk)
+        if status.state is WriteState.FAILED:
+            self._peer_lost |= status.peer_lost
+            self._drop(status.reason)
+            return
+        self.chunks += 1
+        route = self._route
+        if self._say is not None:
+            told = BounceChunk(chunk.name, route.window, chunk.begin, chunk.end, chunk.offset, route.layer_groups)
+            self._say(told)
+
+    def _end(self, chunk: _Chunk) -> None:
+        self._under_way.pop(chunk.name, None)
+        self._free_room(chunk.name)
+
+    def _drop(self, reason: str) -> None:
+        """Nothing new begins. A copy or write under way is seen to its end, its memory is not free before."""
+        self._failure = self._failure or reason or "the agent gives no reason"
+        self._rest.clear()
+        self._asked.clear()
+        for chunk in [one for one in self._under_way.values() if one.copy is None]:
+            self._end(chunk)

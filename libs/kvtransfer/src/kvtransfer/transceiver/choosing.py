@@ -1,0 +1,163 @@
+"""An order becomes a write: direct, bounced, or some layer groups one way and some the other.
+
+order ─▶ what every layer group moves ─▶ cost of either way ─▶ PiecedWrite beside BouncedWrite
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvtransfer import nvtx, packing
+from kvtransfer.cost.model import Shape, direct_s
+from kvtransfer.cost.policies import Decision, decide
+from kvtransfer.peer_plan import MANY_FRAGMENTS, PeerPlan
+from kvtransfer.regions import RegionPairs
+from kvtransfer.transceiver.bounced_write import BouncedWrite, Route
+from kvtransfer.transceiver.orders import begins, block_lists, chunk_of
+from kvtransfer.transceiver.pieced_write import PiecedWrite
+
+if TYPE_CHECKING:
+    from kvtransfer.agents.base import Agent
+    from kvtransfer.packed import Packed
+    from kvtransfer.ports import WriteOrder
+    from kvtransfer.rank_info import RankInfo
+    from kvtransfer.transceiver.bouncing import Bouncing
+    from kvtransfer.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Chosen:
+    """A write that is ready to begin. `predicted`: seconds until it is over."""
+
+    write: PiecedWrite | BouncedWrite
+    nbytes: int
+    descriptors: int
+    bounced: int
+    path: str
+    predicted: float
+    why: str
+
+
+class Chooser:
+    """Of one rank. Raises what planning raises: PlanError, AgentError."""
+
+    def __init__(self, agent: Agent, rank: int, piece_bytes: int, bouncing: Bouncing) -> None:
+        self._agent, self._rank, self._piece_bytes, self._bouncing = agent, rank, piece_bytes, bouncing
+        self._singles: WeakKeyDictionary[PeerPlan, tuple[PeerPlan, ...]] = WeakKeyDictionary()
+
+    def choose(self, order: WriteOrder, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> Chosen:
+        """The write of `order` to one rank."""
+        with nvtx.span("kv.plan"):
+            chosen = self._choose(order, plan, remote, may_bounce=may_bounce)
+        log.debug("request %s to rank %d: %d bytes bounced, %s", order.key, plan.dst_rank, chosen.bounced, chosen.why)
+        return chosen
+
+    def _choose(self, order: WriteOrder, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> Chosen:
+        src, dst = block_lists(order.sources, self._rank), block_lists(order.destinations, plan.dst_rank)
+        held, wanted = begins(order.sources, self._rank), begins(order.destinations, plan.dst_rank)
+        chunk = chunk_of(order)
+
+        def resolve(part: PeerPlan) -> Transfer:
+            return part.resolve(src, dst, chunk, src_begins=held, dst_begins=wanted)
+
+        whole, path = resolve(plan), self._agent.path(remote.agent.name)
+        blocks = sum(int((ids >= 0).sum()) for ids in dst.values())
+        parts, bounces = [(plan, whole)], list[tuple[PeerPlan, "Transfer"]]()
+        if may_bounce and remote.arena is not None and self._bouncing.policy.send is not None and whole.nbytes:
+            if len(plan.groups) > 1:
+                parts = [(one, resolve(one)) for one in self._one_by_one(plan)]
+            bounces = [one for one in parts if self._decide(path, [one[1]], blocks, remote).bounce]
+        if bounces:
+            groups = frozenset(one.groups[0].dst.number for one, _ in bounces)
+            packed = packing.pack_source(plan, src, dst, chunk, src_begins=held, dst_begins=wanted, groups=groups)
+            if self._bouncing.policy.copier.can(packed):
+                beside = [part for one, part in parts if one.groups[0].dst.number not in groups]
+                decision = self._decide(path, [part for _, part in bounces], blocks, remote)
+                return self._bounced(order, remote, path, packed, tuple(sorted(groups)), beside, decision)
+        return self._direct(remote, path, whole, blocks)
+
+    def _direct(self, remote: RankInfo, path: str, whole: Transfer, blocks: int) -> Chosen:
+        pairs = whole.pairs()
+        shape = Shape(whole.nbytes, len(pairs), len(pairs), blocks)
+        predicted = direct_s(self._bouncing.policy.book.cost(path), shape) if len(pairs) else 0.0
+        if len(pairs) > MANY_FRAGMENTS:
+            log.warning("transfer in very many fragments", extra={"fragments": len(pairs), "bytes": whole.nbytes})
+        write = PiecedWrite(self._agent, remote.agent.name, pairs, self._piece_bytes)
+        return Chosen(write, whole.nbytes, len(pairs), 0, path, predicted, "direct")
+
+    def _bounced(
+        self,
+        order: WriteOrder,
+        remote: RankInfo,
+        path: str,
+        packed: Packed,
+        groups: tuple[int, ...],
+        beside: list[Transfer],
+        decision: Decision,
+    ) -> Chosen:
+        bouncing, policy = self._bouncing, self._bouncing.policy
+        if policy.send is None or remote.arena is None:
+            raise ValueError("a bounced write needs an arena on both sides")
+        peer = (order.instance_id, order.incarnation)
+        pairs = _joined([one.pairs() for one in beside])
+        direct = PiecedWrite(self._agent, remote.agent.name, pairs, self._piece_bytes) if len(pairs) else None
+        window = order.tokens if order.window is None else order.window
+        route = Route(
+            order.key,
+            order.receive,
+            self._rank,
+            remote.rank,
+            remote.agent.name,
+            policy.send.base_address,
+            remote.arena.base_address,
+            window,
+            groups,
+        )
+        write = BouncedWrite(
+            self._agent,
+            policy.copier,
+            packed,
+            route,
+            decision.chunk_bytes,
+            policy.depth,
+            ask_room=partial(bouncing.ask_room, peer),
+            free_room=bouncing.free_room,
+            number=bouncing.number,
+            direct=direct,
+        )
+        write.speak(bouncing.say(peer, write))
+        count = -(-packed.nbytes // decision.chunk_bytes) + len(pairs)
+        return Chosen(write, packed.nbytes + pairs.nbytes, count, packed.nbytes, path, decision.predicted, decision.why)
+
+    def _decide(self, path: str, parts: list[Transfer], blocks: int, remote: RankInfo) -> Decision:
+        policy = self._bouncing.policy
+        if remote.arena is None:
+            raise ValueError("a bounced write needs an arena on both sides")
+        nbytes, fragments = sum(one.nbytes for one in parts), sum(one.fragments for one in parts)
+        shape = Shape(nbytes, fragments, fragments, blocks)
+        return decide(policy.staging, policy.book.cost(path), shape, policy.limits(remote.arena))
+
+    def _one_by_one(self, plan: PeerPlan) -> tuple[PeerPlan, ...]:
+        """The plan's layer groups as plans of their own."""
+        singles = self._singles.get(plan)
+        if singles is None:
+            singles = self._singles[plan] = tuple(replace(plan, groups=(group,)) for group in plan.groups)
+        return singles
+
+
+def _joined(parts: list[RegionPairs]) -> RegionPairs:
+    if not parts:
+        return RegionPairs.empty()
+    return RegionPairs(
+        np.concatenate([one.src for one in parts]),
+        np.concatenate([one.dst for one in parts]),
+        np.concatenate([one.lengths for one in parts]),
+    )

@@ -1,0 +1,237 @@
+"""Notices of many writers in one message, as columns: what a large instance says for one request.
+
+le_uint64    request id, receive, bytes, descriptors, bounced bytes
+le_uint32    attempt, src rank, dst rank, outcome, not held, chunks, number of extents, path, reason
+le_float64   seconds: queue, plan, post, wire, predicted
+extents      layer group, view, tokens from and to, layers from and to
+texts        what `path` and `reason` count from 1 on; 0 is no text
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from struct import Struct, unpack
+from typing import TYPE_CHECKING, Any, cast
+
+from isthmus.v1 import transfer_pb2
+
+from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
+from kvtransfer.errors import WireError
+from kvtransfer.ports import Extent, RequestKey, TokenRange, TransferNotice, TransferStats, WriterOutcome
+from kvtransfer.wire._columns import columns_from_bytes, columns_to_bytes
+from kvtransfer.wire._read import MAX_REASON_SENT, limited, text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_NOTICES = 1 << 16
+MAX_EXTENTS = 1 << 17
+# Longer than any transfer that anybody waits for.
+_MAX_SECONDS = 1e9
+
+# Extents of a notice that is read at the first glance.
+_FEW = 64
+_FIVE_LARGE, _NINE_SMALL, _FIVE_TIMES, _SIX_SMALL = Struct("<5Q"), Struct("<9I"), Struct("<5d"), Struct("<6I")
+_OUTCOMES = {one.value: one for one in WriterOutcome}
+_NUMBERS = {one: one.value for one in WriterOutcome}
+
+
+def write_notices(notices: Sequence[TransferNotice], into: transfer_pb2.TransferNotices) -> None:
+    """Fills a field of a message. Reasons are shortened to a size that every reader accepts. Raises ValueError for a
+    local request id (those never travel) and for a negative number."""
+    count = len(notices)
+    if count == 1:
+        _write_one(notices[0], into)
+        return
+    into.SetInParent()
+    if not count:
+        return
+    keys, src, dst, outcomes, extents, reasons, stats, not_held, receives, chunks = zip(*notices, strict=True)
+    size, descriptors, paths, queue, plan, post, wire, bounced, predicted = zip(*stats, strict=True)
+    ids = [key.request_id for key in keys]
+    if min(ids) < MIN_GLOBAL_ID or max(ids) >= MAX_GLOBAL_ID:
+        raise ValueError(f"a request id of {sorted(set(ids))} is not in [2^40, 2^63): local ids never travel")
+    texts: dict[str, int] = {"": 0}
+    path_numbers = [texts.setdefault(one, len(texts)) for one in paths]
+    reason_numbers = [texts.setdefault(one[:MAX_REASON_SENT], len(texts)) for one in reasons]
+    into.count = count
+    into.le_uint64 = columns_to_bytes("Q", 5 * count, (*ids, *receives, *size, *descriptors, *bounced))
+    small: list[Any] = [key.attempt for key in keys]
+    for column in (src, dst, map(_NUMBERS.__getitem__, outcomes), not_held, chunks, map(len, extents)):
+        small += column
+    small += path_numbers
+    small += reason_numbers
+    into.le_uint32 = columns_to_bytes("I", 9 * count, small)
+    times = (*queue, *plan, *post, *wire, *predicted)
+    if min(times) < 0:
+        raise ValueError(f"duration of {min(times)} s is negative")
+    into.le_float64 = columns_to_bytes("d", 5 * count, times)
+    every = [extent for some in extents for extent in some]
+    into.extents = columns_to_bytes("I", 6 * len(every), _extent_columns(every))
+    into.texts.extend(list(texts)[1:])
+
+
+def notices_to_pb(notices: Sequence[TransferNotice]) -> transfer_pb2.TransferNotices:
+    """The message by itself."""
+    pb = transfer_pb2.TransferNotices()
+    write_notices(notices, pb)
+    return pb
+
+
+def notices_from_pb(pb: transfer_pb2.TransferNotices, field: str = "transfer_notices") -> tuple[TransferNotice, ...]:
+    """Raises WireError for an unknown outcome, missing columns or extents that run backwards."""
+    count = pb.count
+    if count > MAX_NOTICES:
+        raise WireError(f"{field}.count", f"{count} notices, at most {MAX_NOTICES} are accepted")
+    if count == 1 and (one := _read_one(pb)) is not None:
+        return (one,)
+    if not count:
+        return ()
+    ids, receives, size, descriptors, bounced = columns_from_bytes("Q", pb.le_uint64, count, 5, f"{field}.le_uint64")
+    attempts, src, dst, outcomes, not_held, chunks, extents, paths, reasons = columns_from_bytes(
+        "I", pb.le_uint32, count, 9, f"{field}.le_uint32"
+    )
+    times = columns_from_bytes("d", pb.le_float64, count, 5, f"{field}.le_float64")
+    _check_ids(ids, field)
+    _check_times(times, field)
+    texts = _texts(pb, max(*paths, *reasons), field)
+    known = [_OUTCOMES.get(value) for value in outcomes]
+    if None in known:
+        raise WireError(f"{field}.outcome", f"unknown value {outcomes[known.index(None)]}")
+    if any(not_held):
+        _check_not_held(not_held, known, field)
+    queue, plan, post, wire, predicted = times
+    named: list[str] = [texts[number] for number in paths]
+    stats = map(TransferStats, size, descriptors, named, queue, plan, post, wire, bounced, predicted)
+    return tuple(
+        map(
+            TransferNotice,
+            map(RequestKey, ids, attempts),
+            src,
+            dst,
+            known,  # pyright: ignore[reportArgumentType]  # None has been refused
+            _extents(pb.extents, extents, f"{field}.extents"),
+            [texts[number] for number in reasons],
+            stats,
+            map(bool, not_held),
+            receives,
+            chunks,
+        )
+    )
+
+
+def _write_one(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> None:
+    """All that an instance of one rank ever says: a third of the cost of columns."""
+    (request_id, attempt), src, dst, outcome, extents, reason, stats, not_held, receive, chunks = notice
+    size, descriptors, path, queue, plan, post, wire, bounced, predicted = stats
+    if not MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID:
+        raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
+    if queue < 0 or plan < 0 or post < 0 or wire < 0 or predicted < 0:
+        raise ValueError(f"a duration of {stats} is negative")
+    texts = [text for text in (path, reason[:MAX_REASON_SENT]) if text]
+    path_number, reason_number = (1 if path else 0), (len(texts) if reason else 0)
+    into.count = 1
+    into.le_uint64 = columns_to_bytes("Q", 5, (request_id, receive, size, descriptors, bounced))
+    small = (attempt, src, dst, outcome.value, not_held, chunks, len(extents), path_number, reason_number)
+    into.le_uint32 = columns_to_bytes("I", 9, small)
+    into.le_float64 = columns_to_bytes("d", 5, (queue, plan, post, wire, predicted))
+    if extents:
+        into.extents = columns_to_bytes("I", 6 * len(extents), _extent_columns(extents))
+    if texts:
+        into.texts.extend(texts)
+
+
+def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
+    """A single notice whose parts look right at the first glance; None leaves it to the general way, which says what is
+    wrong with it."""
+    large, small, times, data = pb.le_uint64, pb.le_uint32, pb.le_float64, pb.extents
+    if (len(large), len(small), len(times)) != (40, 36, 40):
+        return None
+    request_id, receive, size, descriptors, bounced = _FIVE_LARGE.unpack(large)
+    numbers: tuple[int, ...] = _NINE_SMALL.unpack(small)
+    attempt, src, dst, number, not_held, chunks, extents, path, reason = numbers
+    queue, plan, post, wire, predicted = _FIVE_TIMES.unpack(times)
+    if len(data) != 24 * extents or extents > _FEW:
+        return None
+    places = (_extent(*_SIX_SMALL.unpack(data)),) if extents == 1 else _read_few(data, extents)
+    outcome = _OUTCOMES.get(number)
+    texts: list[str] = list(pb.texts)
+    count = len(texts)
+    fits = queue >= 0 and plan >= 0 and post >= 0 and wire >= 0 and predicted >= 0
+    fits = (
+        fits and queue + plan + post + wire + predicted < _MAX_SECONDS and MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID
+    )
+    if not fits or outcome is None or None in places or not_held or max(path, reason) > count:
+        return None
+    named = text(texts[path - 1], "transfer_notices.texts") if path else ""
+    why = text(texts[reason - 1], "transfer_notices.texts") if reason else ""
+    stats = TransferStats(size, descriptors, named, queue, plan, post, wire, bounced, predicted)
+    key = RequestKey(request_id, attempt)
+    delivered = cast("tuple[Extent, ...]", places)
+    return TransferNotice(key, src, dst, outcome, delivered, why, stats, False, receive, chunks)
+
+
+def _read_few(data: bytes, count: int) -> tuple[Extent | None, ...]:
+    numbers = unpack(f"<{6 * count}I", data)
+    return tuple(_extent(*numbers[at::count]) for at in range(count))
+
+
+def _extent_columns(extents: Sequence[Extent]) -> list[int]:
+    values = [one.layer_group for one in extents]
+    values += [one.view for one in extents]
+    values += [one.tokens.begin for one in extents]
+    values += [one.tokens.end for one in extents]
+    values += [one.layer_begin for one in extents]
+    values += [one.layer_end for one in extents]
+    return values
+
+
+def _extents(data: bytes, counts: Sequence[int], field: str) -> list[tuple[Extent, ...]]:
+    """Those of each notice."""
+    total = sum(counts)
+    if total > MAX_EXTENTS:
+        raise WireError(field, f"{total} extents, at most {MAX_EXTENTS} are accepted")
+    columns = columns_from_bytes("I", data, total, 6, field)
+    read = tuple(map(_extent, *columns))
+    if None in read:
+        wrong = [column[read.index(None)] for column in columns]
+        raise WireError(field, f"tokens [{wrong[2]}, {wrong[3]}), layers [{wrong[4]}, {wrong[5]}) run backwards")
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    return [every[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _extent(layer_group: int, view: int, begin: int, end: int, layer_begin: int, layer_end: int) -> Extent | None:
+    """None when it runs backwards. The notices of one request say much the same: its writers share the tokens and most
+    of the layers."""
+    if begin > end or layer_begin >= layer_end:
+        return None
+    return Extent(layer_group, view, TokenRange(begin, end), layer_begin, layer_end)
+
+
+def _check_ids(ids: Sequence[int], field: str) -> None:
+    if min(ids) < MIN_GLOBAL_ID or max(ids) >= MAX_GLOBAL_ID:
+        wrong = next(one for one in ids if not MIN_GLOBAL_ID <= one < MAX_GLOBAL_ID)
+        raise WireError(f"{field}.request_id", f"{wrong} is not in [2^40, 2^63)")
+
+
+def _check_times(times: Sequence[Sequence[float]], field: str) -> None:
+    for name, column in zip(("queue", "plan", "post", "wire", "predicted"), times, strict=True):
+        # Not the other way round: nothing is true of NaN.
+        if not (min(column) >= 0 and sum(column) < _MAX_SECONDS):
+            raise WireError(f"{field}.{name}", f"{list(column)[:4]} s are not durations from 0 on")
+
+
+def _check_not_held(not_held: Sequence[int], outcomes: Sequence[WriterOutcome | None], field: str) -> None:
+    for flag, outcome in zip(not_held, outcomes, strict=True):
+        if flag and outcome is not WriterOutcome.NEVER_STARTED:
+            raise WireError(f"{field}.not_held", "true although the writer has started")
+
+
+def _texts(pb: transfer_pb2.TransferNotices, last: int, field: str) -> list[str]:
+    limited(pb.texts, 2 * MAX_NOTICES, f"{field}.texts")
+    if last > len(pb.texts):
+        raise WireError(f"{field}.texts", f"{len(pb.texts)} texts, number {last} is named")
+    return ["", *(text(one, f"{field}.texts") for one in pb.texts)]
