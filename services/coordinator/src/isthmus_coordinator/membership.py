@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 import grpc
 
+from isthmus_core.block_keys import Keying
 from isthmus_core.errors import IsthmusError
 
 K = TypeVar("K")
@@ -37,7 +39,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance as it presents itself. `max_model_len`: prompt plus output in tokens."""
+    """An instance as it presents itself. `max_model_len`: prompt plus output in tokens. `keying`: how its blocks are
+    named, None when it reuses none. `possible_roles`: those that an operator may give it."""
 
     instance_id: str
     incarnation: bytes
@@ -49,6 +52,8 @@ class Instance:
     engine: str
     schema_version: int
     total_blocks: int
+    keying: Keying | None = None
+    possible_roles: frozenset[Role] = frozenset()
 
     @property
     def start(self) -> Start:
@@ -91,12 +96,29 @@ class StreamReplaced(IsthmusError):
 
 @dataclass(slots=True)
 class Member:
-    """A registered instance. `token` names its stream."""
+    """A registered instance. `token` names its stream, `number` its place in arrays, used again once it is gone.
+    `changing_to`: the role that it is about to take. `refused`: why it did not follow its last order. `changed_at`,
+    `pairs_changed_at`: versions of the cluster when it, or its ready pairs, changed last."""
 
     token: int
+    number: int
     instance: Instance
     load: Load = field(default_factory=Load)
     draining: bool = False
+    changing_to: Role | None = None
+    refused: str = ""
+    changed_at: int = 0
+    pairs_changed_at: int = 0
+
+    @property
+    def role(self) -> Role:
+        """The role it has now."""
+        return self.instance.role
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes new work."""
+        return not self.draining and self.changing_to is None
 
 
 class Membership:
@@ -105,6 +127,7 @@ class Membership:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._tokens = itertools.count(1)
+        self._free: list[int] = []
         # Insertion-ordered sets.
         self._last: dict[str, bytes] = {}
         self._replaced: dict[Start, None] = {}
@@ -122,7 +145,12 @@ class Membership:
         _forget_oldest(self._last)
         _forget_oldest(self._replaced)
         old = self._members.get(name)
-        member = self._members[name] = Member(next(self._tokens), instance)
+        if old is not None:
+            del self._members[name]
+            heapq.heappush(self._free, old.number)
+        # The lowest free number, so that arrays stay short.
+        number = heapq.heappop(self._free) if self._free else len(self._members)
+        member = self._members[name] = Member(next(self._tokens), number, instance)
         if old is None:
             return member, None
         same = old.instance.incarnation == instance.incarnation
@@ -133,6 +161,7 @@ class Membership:
         if not self.has(member):
             return False
         del self._members[member.instance.instance_id]
+        heapq.heappush(self._free, member.number)
         return True
 
     def has(self, member: Member) -> bool:

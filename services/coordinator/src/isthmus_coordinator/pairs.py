@@ -33,11 +33,21 @@ class Incompatibility:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a hand-off takes: `fixed_s` + `s_per_token` * tokens moved, over `path`."""
+
+    fixed_s: float
+    s_per_token: float
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """What a generation instance last said about its stream to a context instance."""
+    """What a generation instance last said about its stream to a context instance. `estimate` None: nothing known."""
 
     state: PairState
     incompatibilities: tuple[Incompatibility, ...] = ()
+    estimate: Estimate | None = None
 
 
 CONNECTING = Pair(PairState.CONNECTING)
@@ -54,11 +64,16 @@ class Pairs:
         """A generation instance has opened that stream."""
         self._reports[token] = {}
 
-    def announced(self, token: int, peers: Iterable[Instance]) -> None:
-        """The generation instance of that stream is being told this complete list."""
+    def announced(self, token: int, peers: Iterable[Instance]) -> list[Start]:
+        """The generation instance of that stream is being told this complete list. Returns the context instances whose
+        reports no longer count."""
         starts = frozenset(peer.start for peer in peers)
         self._announced[token] = starts
-        self._reports[token] = {start: pair for start, pair in self._reports[token].items() if start in starts}
+        reports = self._reports[token]
+        dropped = [start for start in reports if start not in starts]
+        for start in dropped:
+            del reports[start]
+        return dropped
 
     def report(self, token: int, context: Start, pair: Pair) -> bool:
         """Take a report. False when it is about a start of a context instance that the last list does not name."""

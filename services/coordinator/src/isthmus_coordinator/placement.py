@@ -1,17 +1,41 @@
-"""Where a request goes: the usable placements of a model, one after the other, and why there is none."""
+"""Where a request goes: what it asks for, the choice among what can be used, and why there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from isthmus_coordinator.membership import Instance, Member, Role, Start
+import numpy as np
+
+from isthmus_coordinator.costs import Ask, Kind, Loads, Pick, Weights
+from isthmus_coordinator.fleet import Ints, View
+from isthmus_coordinator.load import LegLoad
+from isthmus_coordinator.membership import Instance, Member, Role
 from isthmus_coordinator.pairs import Pairs, PairState
+from isthmus_coordinator.policies import Policy, choose, explain
+from isthmus_coordinator.prefix import PrefixIndex
+from isthmus_core.block_keys import Keying
 from isthmus_core.errors import InvalidRequest, NoCapacity
+from isthmus_core.keys import RequestKey
 
-POLICY = "round_robin"
 # Pairs named in a refusal; a cluster can have thousands.
 _MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request. `keys`: keys of its blocks by keying id; `affinity`: names its conversation, b"" for none;
+    `kinds`: empty for all; `excluded`: incarnations; `local_tokens`: see LOCAL_PREFILL."""
+
+    key: RequestKey
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    keys: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    affinity: bytes = b""
+    kinds: frozenset[Kind] = frozenset()
+    excluded: frozenset[bytes] = frozenset()
+    local_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,67 +45,100 @@ class Placement:
     context: Instance | None
     generation: Instance
 
-    @property
-    def starts(self) -> tuple[Start, ...]:
-        """The instances that carry its load."""
-        if self.context is None:
-            return (self.generation.start,)
-        return (self.context.start, self.generation.start)
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens."""
-        own = self.generation.max_model_len
-        return own if self.context is None else min(own, self.context.max_model_len)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement, why, and among how many it was chosen. Cached tokens: what is believed to be there."""
+
+    placement: Placement
+    pick: Pick
+    candidates: int
+    context_cached: int
+    generation_cached: int
+    transfer_s: float | None
+    legs: tuple[LegLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be served now. `max_model_len`: prompt plus output in tokens, on every usable placement."""
+    """A model that can be served now. `max_model_len`: prompt plus output in tokens, on every usable placement.
+    `keyings`: how its instances name blocks."""
 
     name: str
     max_model_len: int
+    keyings: tuple[Keying, ...] = ()
 
 
-def usable(members: Sequence[Member], pairs: Pairs) -> tuple[Placement, ...]:
-    """Usable placements among the members of one model: ready pairs, and instances that do everything. No draining one.
+def place(
+    policy: Policy, weights: Weights, view: View, loads: Loads, index: PrefixIndex, question: Question, turn: int
+) -> Choice | None:
+    """The choice for one request, or None when nothing is usable.
 
-    Pairs come by diagonals (c0 g0, c1 g1, ..., c0 g1, c1 g2, ...), so that neighbours in the list load different
-    instances.
+    Raises InvalidRequest when nothing usable is long enough: another try would not change that.
     """
-    active = [member for member in members if not member.draining]
-    contexts = [member for member in active if member.instance.role is Role.CONTEXT]
-    generations = [member for member in active if member.instance.role is Role.GENERATION]
-    longer = max(len(contexts), len(generations), 1)
-    diagonals = (
-        (contexts[first], generations[(first + shift) % longer])
-        for shift in range(longer)
-        for first in range(len(contexts))
-        if (first + shift) % longer < len(generations)
+    if not view.placements and not (question.local_tokens and len(view.receivers)):
+        return None
+    fitting = _fitting(view, question)
+    if not fitting.placements and not len(fitting.receivers):
+        return None
+    cached = None
+    if question.keys and policy.wants_keys:
+        cached = _cached(fitting, len(loads.prefill), index, question)
+    name = int.from_bytes(question.affinity[:8], "little") if question.affinity else None
+    ask = Ask(question.prompt_tokens, question.max_tokens, turn, cached, name)
+    pick = choose(policy, fitting, loads, ask, weights, question.local_tokens)
+    return None if pick is None else _choice(explain(pick, fitting, loads, ask, weights), fitting, ask, weights)
+
+
+def _choice(pick: Pick, view: View, ask: Ask, weights: Weights) -> Choice:
+    split = pick.kind is Kind.SPLIT
+    group = view.generations if split else view.receivers if pick.kind is Kind.LOCAL_PREFILL else view.whole
+    second = group.members[pick.generation]
+    first = view.contexts.members[pick.context] if split else second
+    here, there = (0, 0) if ask.cached is None else (int(ask.cached[first.number]), int(ask.cached[second.number]))
+    missing, tokens = ask.prompt_tokens - here, ask.prompt_tokens + ask.max_tokens
+    one = LegLoad(first.instance.start, missing, tokens)
+    legs = (one, LegLoad(second.instance.start, 0, tokens)) if split else (one,)
+    known = split and view.fixed_s is not None
+    return Choice(
+        placement=Placement(first.instance if split else None, second.instance),
+        pick=pick,
+        candidates=view.placements,
+        context_cached=here,
+        generation_cached=there,
+        transfer_s=pick.transfer / weights.prefill_tokens_per_s if known else None,
+        legs=legs,
     )
-    placements = [
-        Placement(context.instance, generation.instance)
-        for context, generation in diagonals
-        if pairs.state(context, generation).state is PairState.READY
-    ]
-    whole = [member.instance for member in active if member.instance.role is Role.CONTEXT_AND_GENERATION]
-    return (*placements, *(Placement(None, instance) for instance in whole))
 
 
-def choose(placements: Sequence[Placement], turn: int, tokens: int, model: str) -> Placement:
-    """The placement whose turn it is among those that can hold `tokens` (prompt plus output). `placements` not empty.
+def _cached(view: View, size: int, index: PrefixIndex, question: Question) -> Ints:
+    """Prompt tokens that each member has cached, by member number. The last token is always computed."""
+    cached = np.zeros(size, dtype=np.int64)
+    for name, data in question.keys.items():
+        keying = view.keyings.get(name)
+        if keying is not None:
+            # Keys of different keyings differ, so that nobody is counted twice.
+            cached += index.reuse(data, size) * keying.tokens_per_block
+    return np.minimum(cached, question.prompt_tokens - 1, out=cached)
 
-    Raises InvalidRequest when no placement is long enough: another try would not change that.
-    """
-    count = len(placements)
-    for step in range(count):
-        placement = placements[(turn + step) % count]
-        if tokens <= placement.max_model_len:
-            return placement
-    longest = max(placement.max_model_len for placement in placements)
-    raise InvalidRequest(
-        "max_tokens", str(tokens), f"prompt and output of model {model} may have at most {longest} tokens together"
-    )
+
+def _fitting(view: View, question: Question) -> View:
+    """What is long enough for a request and not ruled out by it. Raises InvalidRequest."""
+    kinds, tokens = question.kinds, question.prompt_tokens + question.max_tokens
+    if kinds and not {Kind.SPLIT, Kind.UNSPLIT} <= kinds:
+        view = view.only(split=Kind.SPLIT in kinds, whole=Kind.UNSPLIT in kinds)
+    if view.placements and tokens > view.shortest:
+        longest = view.longest
+        if tokens > longest:
+            raise InvalidRequest(
+                "max_tokens",
+                str(tokens),
+                f"prompt and output of model {question.model} may have at most {longest} tokens together",
+            )
+        view = view.only(lambda member: member.instance.max_model_len >= tokens)
+    if question.excluded:
+        view = view.only(lambda member: member.instance.incarnation not in question.excluded)
+    return view
 
 
 def no_capacity(model: str, members: Sequence[Member], pairs: Pairs) -> NoCapacity:

@@ -13,22 +13,27 @@ from typing import Any
 import grpc.aio
 from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
-from isthmus_coordinator import wire
+from isthmus_coordinator import wire, wire_route, wire_views
 from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.leases import LeaseTable
-from isthmus_coordinator.membership import Instance, Member, Role, StreamReplaced
+from isthmus_coordinator.member_streams import MemberStreams
+from isthmus_coordinator.membership import Instance, StreamReplaced
+from isthmus_coordinator.observing import CoordinatorMetrics
 from isthmus_coordinator.outbox import Outbox
-from isthmus_coordinator.placement import POLICY, Served
+from isthmus_coordinator.placement import Served
 from isthmus_coordinator.streams import end_with, exchange, first_message, unexpected
+from isthmus_coordinator.watch import Watch
 from isthmus_core.errors import IsthmusError, Unreachable
 from isthmus_core.ids import EPOCH_MS, IdLease
-from isthmus_core.keys import RequestKey
+from isthmus_core.rpc import abort_with
 from isthmus_core.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 # Changes of this long are told together: a cluster that starts reports its pairs in a burst.
 _PUBLISH_S = 0.005
+# Watchers are told what has changed in this time.
+_WATCH_S = 0.1
 
 _RegisterRequest = coordinator_service_pb2.RegisterRequest
 _RouteRequest = coordinator_service_pb2.RouteRequest
@@ -50,13 +55,6 @@ class Limits:
     settle_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _MemberStream:
-    member: Member
-    outbox: Outbox[wire.RegisterResponse]
-    told: tuple[Instance, ...] | None = None
-
-
 class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
     """The service. One event loop owns it and all its state."""
 
@@ -68,18 +66,22 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         *,
         clock: Callable[[], float] = time.monotonic,
         clock_ms: Callable[[], int] = wall_ms,
+        metrics: CoordinatorMetrics | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
-        self._cluster = Cluster()
+        self._cluster = cluster or Cluster()
         self._leases, self._tracing, self._limits = leases, tracing, limits
         self._clock, self._clock_ms = clock, clock_ms
-        self._members: dict[int, _MemberStream] = {}
-        self._routers: dict[int, Outbox[wire.RouteResponse]] = {}
+        self._members = MemberStreams(self._cluster, self._publish_soon)
+        self._routers: dict[int, Outbox[wire_route.RouteResponse]] = {}
         self._tokens = itertools.count(1)
         self._served: tuple[Served, ...] = ()
         self._publishing: asyncio.TimerHandle | None = None
         self._settling: asyncio.TimerHandle | None = None
         self._stopping = False
         self._settled_at = clock() + limits.settle_s
+        self._metrics = metrics or CoordinatorMetrics()
+        self._metrics.watch(self._cluster, lambda: len(self._routers))
 
     def end_streams(self) -> None:
         """The coordinator is stopping: end every stream, now and to come, so that its peer looks for another one."""
@@ -87,8 +89,9 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         for timer in (self._publishing, self._settling):
             if timer is not None:
                 timer.cancel()
-        for outbox in [*self._routers.values(), *(stream.outbox for stream in self._members.values())]:
+        for outbox in self._routers.values():
             outbox.end(_stopping())
+        self._members.end_all(_stopping())
 
     @property
     def open_streams(self) -> int:
@@ -123,52 +126,52 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     ) -> coordinator_service_pb2.GetClusterResponse:
         """Everything."""
         cluster = self._cluster
-        return wire.cluster_to_pb(cluster.members(), cluster.pairs(), cluster.served(), cluster.open_requests())
+        return wire_views.cluster_to_pb(cluster.members(), cluster.pairs(), cluster.served(), cluster.open_requests())
+
+    async def WatchCluster(
+        self, request: coordinator_service_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Everything, then what has changed, a few times a second at most. A slow reader is told less often."""
+        watch, sequence = Watch(), 0
+        while not self._stopping:
+            news = watch.news(self._cluster)
+            if news is not None:
+                sequence += 1
+                message = wire_views.news_to_pb(news, sequence, self._cluster.policy.wants_keys)
+                await context.write(message)
+            await asyncio.sleep(_WATCH_S)
+        await abort_with(context, _stopping())
+
+    async def Drain(
+        self, request: coordinator_service_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> coordinator_service_pb2.DrainResponse:
+        """Orders an instance to finish and exit."""
+        try:
+            self._members.drain(request.instance_id, wire.deadline_from_pb(request))
+        except IsthmusError as error:
+            await abort_with(context, error)
+        return coordinator_service_pb2.DrainResponse()
+
+    async def SetRole(
+        self, request: coordinator_service_pb2.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> coordinator_service_pb2.SetRoleResponse:
+        """Orders an instance to take another role."""
+        try:
+            role = wire.role_from_pb(request.role, "role")
+            self._members.set_role(request.instance_id, role, wire.deadline_from_pb(request))
+        except IsthmusError as error:
+            await abort_with(context, error)
+        return coordinator_service_pb2.SetRoleResponse()
 
     # Instances
 
     async def _serve_member(self, context: grpc.aio.ServicerContext[Any, Any], instance: Instance) -> None:
         self._refuse_when_stopping()
-        member, replaced = self._cluster.join(instance)
-        if replaced is not None:
-            old, error = replaced
-            self._members[old.token].outbox.end(error)
-        outbox: Outbox[wire.RegisterResponse] = Outbox(f"register stream of {instance.instance_id}", 1)
-        stream = self._members[member.token] = _MemberStream(member, outbox)
-        outbox.post(wire.register_welcome())
-        self._publish_soon()
-        extra = {"instance_id": instance.instance_id, "incarnation": instance.incarnation.hex()}
-        logger.info("%s instance at %s joined", instance.role.name.lower(), instance.endpoint, extra=extra)
+        stream = self._members.open(instance)
         try:
-            await exchange(context, outbox, lambda message: self._from_member(stream, message))
+            await exchange(context, stream.outbox, lambda message: self._members.hear(stream, message))
         finally:
-            del self._members[member.token]
-            left = self._cluster.leave(member)
-            logger.info("instance %s", "left" if left else "was replaced", extra=extra)
-            self._publish_soon()
-
-    def _from_member(self, stream: _MemberStream, message: _RegisterRequest) -> None:
-        member = stream.member
-        match message.WhichOneof("body"):
-            case "load":
-                self._cluster.set_load(member, wire.load_from_pb(message.load))
-            case "pair":
-                start, pair = wire.pair_from_pb(message.pair)
-                if self._cluster.report(member, start, pair):
-                    names = f"{start.instance_id} -> {member.instance.instance_id}"
-                    logger.info("pair %s is %s", names, pair.state.name.lower())
-                    self._publish_soon()
-            case "draining":
-                self._cluster.set_draining(member)
-                self._publish_soon()
-            case other:
-                raise unexpected(other, "send load, pair or draining after hello")
-
-    def _peers(self, stream: _MemberStream) -> wire.RegisterResponse:
-        """The list as it is when it is written, and from then on the one that reports are held against."""
-        stream.told = self._cluster.peers(stream.member)
-        self._cluster.announced(stream.member, stream.told)
-        return wire.peers_to_pb(stream.told)
+            self._members.close(stream)
 
     # Routers
 
@@ -176,13 +179,13 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         self, context: grpc.aio.ServicerContext[Any, Any], hello: coordinator_service_pb2.RouteHello
     ) -> None:
         self._refuse_when_stopping()
-        router_id, placements = wire.router_id_from_pb(hello), wire.open_from_pb(hello)
+        router_id, placements = wire_route.router_id_from_pb(hello), wire_route.open_from_pb(hello)
         token = next(self._tokens)
         lease = self._lease(token, router_id, hello)
         self._cluster.adopt(token, placements)
-        outbox: Outbox[wire.RouteResponse] = Outbox(f"route stream of {router_id}", self._limits.answers)
+        outbox: Outbox[wire_route.RouteResponse] = Outbox(f"route stream of {router_id}", self._limits.answers)
         self._routers[token] = outbox
-        outbox.post(wire.route_welcome(lease))
+        outbox.post(wire_route.route_welcome(lease))
         outbox.put_state("served", self._served_to_pb)
         extra = {"router_id": router_id, "open": len(placements)}
         logger.info("router joined with id bits %d/%d", lease.node_id, lease.process_id, extra=extra)
@@ -199,43 +202,48 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         now = self._clock()
         if not hello.HasField("lease"):
             return self._leases.grant(token, router_id, now, self._clock_ms())
-        lease, old = self._leases.present(token, router_id, wire.lease_from_pb(hello.lease), now)
+        lease, old = self._leases.present(token, router_id, wire_route.lease_from_pb(hello.lease), now)
         if old is not None:
             self._cluster.drop_router(old)
             self._routers[old].end(StreamReplaced(f"router {router_id}"))
         return lease
 
-    def _from_router(self, token: int, outbox: Outbox[wire.RouteResponse], message: _RouteRequest) -> None:
+    def _from_router(self, token: int, outbox: Outbox[wire_route.RouteResponse], message: _RouteRequest) -> None:
         match message.WhichOneof("body"):
             case "select":
                 outbox.post(self._select(token, message.select))
+            case "prefilled":
+                self._cluster.prefilled(token, wire_route.key_from_pb(message.prefilled.key, "prefilled.key"))
             case "finish":
                 # A router may finish what a broken stream has released before; then there is nothing to do.
-                self._cluster.finish(token, wire.key_from_pb(message.finish.key, "finish.key"))
+                self._cluster.finish(token, wire_route.key_from_pb(message.finish.key, "finish.key"))
             case other:
-                raise unexpected(other, "send select or finish after hello")
+                raise unexpected(other, "send select, prefilled or finish after hello")
 
-    def _select(self, token: int, select: coordinator_service_pb2.Select) -> wire.RouteResponse:
-        span = self._tracing.begin("coordinator.route", wire.trace_from_pb(select), kind="server")
+    def _select(self, token: int, select: coordinator_service_pb2.Select) -> wire_route.RouteResponse:
+        began = self._clock()
+        span = self._tracing.begin("coordinator.route", wire_route.trace_from_pb(select), kind="server")
         span.set("isthmus.model", select.model)
         span.set("isthmus.request_id", str(select.key.request_id))
-        span.set("isthmus.policy", POLICY)
+        span.set("isthmus.policy", self._cluster.policy.value)
         try:
-            key: RequestKey = wire.key_from_pb(select.key, "select.key")
-            choice = self._cluster.select(token, key, select.model, select.prompt_tokens, select.max_tokens)
+            choice = self._cluster.select(token, wire_route.question_from_pb(select))
         except IsthmusError as error:
+            self._metrics.placed(self._cluster.policy.value, self._clock() - began, error)
             span.end(error=error.message)
-            return wire.refusal_to_pb(select.key, error)
+            return wire_route.refusal_to_pb(select.key, error)
         placement = choice.placement
         span.set("isthmus.candidates", choice.candidates)
         if placement.context is not None:
             span.set("isthmus.context_instance", placement.context.instance_id)
         span.set("isthmus.generation_instance", placement.generation.instance_id)
         span.end()
-        return wire.selected_to_pb(select.key, placement)
+        self._metrics.placed(self._cluster.policy.value, self._clock() - began)
+        return wire_route.selected_to_pb(select.key, choice, self._cluster.policy.value)
 
-    def _served_to_pb(self) -> wire.RouteResponse:
-        return wire.served_to_pb(self._served)
+    def _served_to_pb(self) -> wire_route.RouteResponse:
+        served = wire_route.served_to_pb(self._served, self._cluster.policy.wants_keys)
+        return wire_route.RouteResponse(served=served)
 
     # News
 
@@ -256,9 +264,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
             if self._settling is None:
                 self._settling = asyncio.get_running_loop().call_later(left, self._publish_soon)
             return
-        for stream in self._members.values():
-            if stream.member.instance.role is Role.GENERATION and stream.told != self._cluster.peers(stream.member):
-                stream.outbox.put_state("peers", lambda stream=stream: self._peers(stream))
+        self._members.tell_peers()
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping:
