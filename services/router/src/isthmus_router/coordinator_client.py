@@ -11,12 +11,14 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
 from isthmus.v1 import coordinator_service_pb2_grpc
 
+from isthmus_core.block_keys import Keying
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import (
     DeadlineExceeded,
@@ -32,8 +34,8 @@ from isthmus_core.ids import SnowflakeMinter
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import open_channel
 from isthmus_core.tasks import until_one_ends
-from isthmus_core.tracing import TraceContext
 from isthmus_router.coordinator_messages import (
+    OpenPlacement,
     Placement,
     ProtocolError,
     Request,
@@ -43,10 +45,12 @@ from isthmus_router.coordinator_messages import (
     key_from_pb,
     lease_from_pb,
     placement_from_pb,
+    prefilled_to_pb,
     select_to_pb,
     served_from_pb,
 )
 from isthmus_router.coordinator_stream import Call, read, write
+from isthmus_router.ports import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,8 @@ class _Waiting:
     """A select without an answer."""
 
     message: Request
+    tokens: int
+    prompt_tokens: int
     answer: asyncio.Future[Placement]
 
 
@@ -86,7 +92,9 @@ class CoordinatorClient:
         self._minter: SnowflakeMinter | None = None
         self._served: tuple[ServedModel, ...] = ()
         self._waiting: dict[RequestKey, _Waiting] = {}
-        self._open: dict[RequestKey, Placement] = {}
+        self._open: dict[RequestKey, OpenPlacement] = {}
+        # Whether the coordinator's policy looks at what is cached.
+        self._wants_keys = False
         # Answers to come for selects that were given up, per key: they belong to nobody.
         self._given_up: Counter[RequestKey] = Counter()
         self._outgoing: deque[Request] = deque()
@@ -148,15 +156,7 @@ class CoordinatorClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def select(
-        self,
-        key: RequestKey,
-        model: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        trace: TraceContext | None,
-        timeout_s: float,
-    ) -> Placement:
+    async def select(self, question: PlacementRequest, timeout_s: float) -> Placement:
         """A placement; holds load until `finish`.
 
         Without a stream it waits for the next one. Raises what the coordinator refused with (its code and detail),
@@ -165,10 +165,13 @@ class CoordinatorClient:
         """
         if self._task is None or self._task.done():
             raise Unreachable(f"the client of coordinator {self._target} is not running")
+        key = question.key
         if key in self._waiting or key in self._open:
             raise DuplicateRequest(key.request_id)
-        message = select_to_pb(key, model, prompt_tokens, max_tokens, trace)
-        waiting = _Waiting(message, asyncio.get_running_loop().create_future())
+        message = select_to_pb(question, self._keyings(question))
+        tokens = question.prompt_tokens + question.max_tokens
+        answer: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(message, tokens, question.prompt_tokens, answer)
         self._waiting[key] = waiting
         self._send(message)
         try:
@@ -183,10 +186,23 @@ class CoordinatorClient:
             self._give_up(key)
             raise
 
+    def prefilled(self, key: RequestKey) -> None:
+        """The prompt of a placement has been computed: that part of its load is over. Never waits."""
+        held = self._open.get(key)
+        if held is not None and held.prefill_tokens:
+            self._open[key] = replace(held, prefill_tokens=0)
+            self._send(prefilled_to_pb(key))
+
     def finish(self, key: RequestKey) -> None:
         """Release the load of a placement. Never waits; without effect for a key that holds none."""
         if self._open.pop(key, None) is not None:
             self._send(finish_to_pb(key))
+
+    def _keyings(self, question: PlacementRequest) -> Sequence[Keying]:
+        """How the coordinator wants to hear of the prompt's blocks."""
+        if not (question.prompt and self._wants_keys):
+            return ()
+        return next((model.keyings for model in self._served if model.name == question.model), ())
 
     def _give_up(self, key: RequestKey) -> None:
         """Nobody waits for the answer any more; the coordinator releases what it may have placed."""
@@ -264,14 +280,20 @@ class CoordinatorClient:
             raise ProtocolError(f"it answered lease {lease} with {granted}")
         self._catch_up(named)
 
-    def _catch_up(self, named: dict[RequestKey, Placement]) -> None:
+    def _catch_up(self, named: dict[RequestKey, OpenPlacement]) -> None:
         """Queue what the coordinator does not know from Hello. No await between this and the queue being in use."""
         self._given_up.clear()
         self._outgoing.clear()
         self._outgoing.extend(finish_to_pb(key) for key in named if key not in self._open)
+        early = (key for key, held in named.items() if held.prefill_tokens and not self._prefill_left(key))
+        self._outgoing.extend(prefilled_to_pb(key) for key in early)
         self._outgoing.extend(waiting.message for waiting in self._waiting.values())
         self._to_send.set()
         self._welcome.set()
+
+    def _prefill_left(self, key: RequestKey) -> bool:
+        held = self._open.get(key)
+        return held is None or bool(held.prefill_tokens)
 
     async def _exchange(self, call: Call) -> None:
         """Read and write until either ends."""
@@ -297,6 +319,7 @@ class CoordinatorClient:
                         waiting.answer.set_exception(from_status_bytes(failed.status))
                 case "served":
                     self._served = served_from_pb(message.served)
+                    self._wants_keys = message.served.wants_prompt_keys
                 case other:
                     raise ProtocolError(f"it sent {other}")
 
@@ -304,7 +327,8 @@ class CoordinatorClient:
         waiting = self._answered(key)
         if waiting is None:
             return  # given up; its Finish is on the way
-        self._open[key] = placement
+        prefill = waiting.prompt_tokens - placement.reuse_tokens
+        self._open[key] = OpenPlacement(placement, prefill, waiting.tokens)
         if not waiting.answer.done():
             waiting.answer.set_result(placement)
 

@@ -22,15 +22,26 @@ READINESS_INTERVAL_S = 0.2
 
 
 async def serve(
-    config: RouterConfig, tls: TlsConfig, pipeline: Pipeline, http_socket: socket.socket, stopping: asyncio.Event
+    config: RouterConfig,
+    tls: TlsConfig,
+    pipeline: Pipeline,
+    http_socket: socket.socket,
+    stopping: asyncio.Event,
+    *,
+    shared: bool = False,
 ) -> None:
-    """Serve both front ends until `stopping` is set, then drain for at most `drain_s` seconds.
+    """Serve both front ends until `stopping` is set, then drain for at most `drain_s` seconds. `shared`: other
+    processes listen on the same ports.
 
     Raises StartError when the gRPC port is taken, and whatever ends the HTTP server before its time.
     """
-    rpc = RpcServer(tls)
-    add_inference_service(rpc, InferenceServicer(pipeline, config.request_timeout_s, config.client_timeout_s))
-    app = make_app(pipeline, Limits(config.max_body_bytes, config.request_timeout_s, config.client_timeout_s))
+    rpc = RpcServer(tls, share_port=shared, max_request_bytes=config.max_body_bytes)
+    tenants = config.admission.tenant_header
+    add_inference_service(rpc, InferenceServicer(pipeline, config.request_timeout_s, config.client_timeout_s, tenants))
+    limits = Limits(
+        config.max_body_bytes, config.request_timeout_s, config.client_timeout_s, tenants, config.coalesce_ms / 1e3
+    )
+    app = make_app(pipeline, limits)
     http = HttpServer(
         app,
         http_socket,

@@ -9,9 +9,12 @@ from isthmus.v1 import common_pb2, generation_pb2, inference_service_pb2
 from isthmus_core import token_ids
 from isthmus_core.errors import InvalidRequest
 from isthmus_core.tracing import TraceContext
+from isthmus_router.affinity import check_session
 from isthmus_router.chat import Conversation, ToolCall, Turn, parse_object
 from isthmus_router.requests import ChatInput, End, GenerateRequest, Logprobs, Part, TextInput, TokenInput
 from isthmus_router.sampling import SamplingOptions
+from isthmus_router.schedules import Wish
+from isthmus_router.structure import check_texts
 
 OPERATION = "isthmus.v1.InferenceService/Generate"
 _Request = inference_service_pb2.InferenceServiceGenerateRequest
@@ -19,8 +22,10 @@ _Response = inference_service_pb2.InferenceServiceGenerateResponse
 _Sampling = inference_service_pb2.SamplingOptions
 
 
-def parse_generate(request: _Request, timeout_s: float, trace: TraceContext | None) -> GenerateRequest:
-    """The request in a message. Raises InvalidRequest."""
+def parse_generate(
+    request: _Request, timeout_s: float, trace: TraceContext | None, *, session: str = "", tenant: str = ""
+) -> GenerateRequest:
+    """The request in a message; `session` and `tenant` as the call's metadata says. Raises InvalidRequest."""
     if request.WhichOneof("input") == "prompt_token_ids":
         source: TextInput | TokenInput | ChatInput = TokenInput(
             tuple(request.prompt_token_ids.ids), "prompt_token_ids.ids"
@@ -36,8 +41,20 @@ def parse_generate(request: _Request, timeout_s: float, trace: TraceContext | No
         sampling=_sampling(request),
         cache_salt=request.cache_salt,
         request_id=request.request_id,
+        wish=_wish(int(request.schedule)),
+        session=check_session(request.session_id or session, "session_id"),
+        tenant=tenant,
         trace=trace,
     )
+
+
+def _wish(number: int) -> Wish | None:
+    if number == inference_service_pb2.REQUEST_SCHEDULE_UNSPECIFIED:
+        return None
+    try:
+        return Wish(number)
+    except ValueError:
+        raise InvalidRequest("schedule", str(number), f"use 0 or one of {[wish.value for wish in Wish]}") from None
 
 
 def parse_text(
@@ -106,6 +123,9 @@ def _sampling(request: _Request) -> SamplingOptions:
 
 
 def _conversation(chat: inference_service_pb2.ChatInput) -> Conversation:
+    texts = [tool.parameters_json for tool in chat.tools]
+    texts += [call.arguments_json for message in chat.messages for call in message.tool_calls]
+    check_texts([*texts, chat.template_arguments_json], "chat")
     return Conversation(
         turns=tuple(_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)),
         tools=tuple(_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)),

@@ -13,6 +13,7 @@ from isthmus.v1 import inference_service_pb2, inference_service_pb2_grpc
 
 from isthmus_core.errors import DeadlineExceeded, IsthmusError
 from isthmus_core.rpc import RpcServer, abort_with, incoming_trace
+from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER, tenant_of
 from isthmus_router.grpc_messages import parse_generate, parse_text, to_response
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import GenerateRequest, TokenInput
@@ -24,9 +25,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """The gRPC front end of a pipeline. `request_timeout_s`: deadline of calls that have none; `client_timeout_s`: a
-    client that takes nothing from its stream for so long is dropped."""
+    client that takes nothing from its stream for so long is dropped; `tenant_header`: metadata that names a tenant."""
 
-    def __init__(self, pipeline: Pipeline, request_timeout_s: float, client_timeout_s: float) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        request_timeout_s: float,
+        client_timeout_s: float,
+        tenant_header: str = TENANT_HEADER,
+    ) -> None:
+        self._tenant_header = tenant_header
         self._pipeline = pipeline
         self._request_timeout_s = request_timeout_s
         self._client_timeout_s = client_timeout_s
@@ -36,7 +44,15 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         timeout_s = self._timeout_s(context)
 
         async def generate() -> None:
-            await self._stream(parse_generate(request, timeout_s, incoming_trace(context)), context)
+            said = dict(context.invocation_metadata() or ())
+            parsed = parse_generate(
+                request,
+                timeout_s,
+                incoming_trace(context),
+                session=_text(said.get(SESSION_HEADER)),
+                tenant=tenant_of(_text(said.get(self._tenant_header)), _text(said.get("authorization"))),
+            )
+            await self._stream(parsed, context)
 
         await self._bounded(generate(), context)
 
@@ -103,6 +119,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         # The stubs say float; without a deadline it is None or infinite, depending on grpc's version.
         left = cast("float | None", context.time_remaining())
         return self._request_timeout_s if left is None or math.isinf(left) else left
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value or ""
 
 
 def add_inference_service(rpc: RpcServer, servicer: InferenceServicer) -> None:

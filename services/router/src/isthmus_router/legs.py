@@ -36,7 +36,8 @@ class Legs:
     """Runs the legs of one attempt.
 
     `left()`: seconds until the request's deadline, raises DeadlineExceeded when it has passed. `withdraw(placement,
-    key)`: called once, without waiting, when the context instance may hold pages and the request is over.
+    key)`: called once, without waiting, when the context instance may hold pages and the request is over. `schedule`:
+    what is wanted; `schedules` knows which pairs can not do it.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Legs:
         timeout_s: float,
         withdraw: Callable[[Placement, RequestKey], None],
         schedules: Schedules,
+        schedule: Schedule,
     ) -> None:
         self._workers = workers
         self._key = key
@@ -67,7 +69,9 @@ class Legs:
         self._held = False
         self._schedules = schedules
         # None when one instance does everything.
-        self.schedule = schedules.of(placement)
+        self.schedule = schedules.of(placement, schedule)
+        # The instance whose call failed, once one has.
+        self.failed: InstanceRef | None = None
 
     async def run(self) -> AsyncGenerator[LegEvent, None]:
         """Events of the legs; ends with Finished. Raises IsthmusError."""
@@ -183,10 +187,12 @@ class Legs:
                         phase = phases[1]
                     yield event
         except ConnectionLost as error:
+            self.failed = self.failed or instance
             raise WorkerLost(instance.instance_id, phase, self._key) from error
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"request {self._key} ({phase})", self._timeout_s) from error
         except RemoteError:
+            self.failed = self.failed or instance
             if leg.kind is LegKind.CONTEXT:
                 self._held = False  # the instance itself ended the leg
             raise

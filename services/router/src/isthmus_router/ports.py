@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -10,6 +10,10 @@ from typing import Protocol
 from isthmus.v1.generation_pb2 import ContextPhaseParams, RequestReport
 
 from isthmus_core.errors import Unreachable
+from isthmus_core.generation import FinishReason as FinishReason
+from isthmus_core.generation import Sampling as Sampling
+from isthmus_core.generation import TokenLogprobs as TokenLogprobs
+from isthmus_core.generation import Tokens as Tokens
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import TraceContext
 
@@ -36,6 +40,10 @@ class Placement(Protocol):
     @property
     def generation(self) -> InstanceRef: ...
 
+    def describe(self) -> Mapping[str, str | int | float]:
+        """Why it was chosen: span attributes."""
+        ...
+
 
 class ServedModel(Protocol):
     """A model that the cluster can serve now. `max_model_len`: prompt plus output in tokens."""
@@ -45,6 +53,37 @@ class ServedModel(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+
+class Shape(Enum):
+    """How many instances may share a request: whatever there is, a pair (one prefills, one decodes), or one alone."""
+
+    ANY = "any"
+    SPLIT = "split"
+    UNSPLIT = "unsplit"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What the choice of instances depends on.
+
+    `prompt`: its tokens as little-endian u32, for the prefix index; requests with different `cache_salt` share nothing
+    there. `affinity` names the conversation (b"" = none): its requests go to the same place while that is there.
+    `excluded`: incarnations of instances that shall not get it. `local_prefill_tokens`: a generation instance computes
+    the prompt itself when at most so many of its tokens are not cached there; 0 = never.
+    """
+
+    key: RequestKey
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    trace: TraceContext | None = None
+    prompt: bytes = b""
+    cache_salt: bytes = b""
+    affinity: bytes = b""
+    excluded: tuple[bytes, ...] = ()
+    shape: Shape = Shape.ANY
+    local_prefill_tokens: int = 0
 
 
 class Coordinator(Protocol):
@@ -63,17 +102,13 @@ class Coordinator(Protocol):
         """A new request id. Raises NoCapacity when the lease has lapsed."""
         ...
 
-    async def select(
-        self,
-        key: RequestKey,
-        model: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        trace: TraceContext | None,
-        timeout_s: float,
-    ) -> Placement:
+    async def select(self, question: PlacementRequest, timeout_s: float) -> Placement:
         """A placement; holds load until `finish`. Raises an IsthmusError. A select that raises or is cancelled holds
         nothing."""
+        ...
+
+    def prefilled(self, key: RequestKey) -> None:
+        """The prompt of a placement is computed: that part of its load is over. Never waits."""
         ...
 
     def finish(self, key: RequestKey) -> None:
@@ -87,30 +122,6 @@ class LegKind(Enum):
     CONTEXT = 1
     GENERATION = 2
     BOTH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a worker chooses tokens and when an answer stops, as `isthmus.v1.SamplingParams`; every field is explicit.
-
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 and `repetition_penalty` 1 do nothing.
-    `logit_bias`: (token id, bias). `n` answers. `logprobs`: None = none, k = the chosen token's and the k best.
-    """
-
-    max_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    n: int = 1
-    logprobs: int | None = None
 
 
 class Schedule(Enum):
@@ -136,31 +147,6 @@ class Leg:
     context_phase: ContextPhaseParams | None = None
     context: InstanceRef | None = None
     generation_waits: bool = False
-
-
-class FinishReason(Enum):
-    """Why an answer ended. Values are those of `isthmus.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities at one position: of the chosen token, and (token id, log probability) of the best ones."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of answer `sample` in [0, n). `logprobs`: one per token if asked for. `reason`: on the last chunk."""
-
-    ids: tuple[int, ...]
-    sample: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,28 @@ def attributes(request: GenerateRequest) -> dict[str, AttributeValue]:
         "gen_ai.provider.name": "isthmus",
         "gen_ai.request.model": request.model,
     }
-    if request.max_tokens is not None:
-        known["gen_ai.request.max_tokens"] = request.max_tokens
-    if request.label:
-        known["isthmus.client_request_id"] = request.label
-    if request.sampling.n > 1:
-        known["gen_ai.request.choice.count"] = request.sampling.n
-    return known
+    sampling = request.sampling
+    asked: dict[str, AttributeValue | None] = {
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+        "gen_ai.request.choice.count": sampling.n if sampling.n > 1 else None,
+        "isthmus.client_request_id": request.label or None,
+    }
+    return known | {name: value for name, value in asked.items() if value is not None}
+
+
+def describe_placement(span: Span, placement: Placement) -> None:
+    """Set on a route span where the request goes, and why there."""
+    span.set("isthmus.generation_instance", placement.generation.instance_id)
+    if placement.context is not None:
+        span.set("isthmus.context_instance", placement.context.instance_id)
+    for name, value in placement.describe().items():
+        span.set(name, value)
 
 
 def complete(
@@ -50,8 +65,10 @@ def complete(
 def describe(span: Span, reasons: Sequence[FinishReason], completion_tokens: int, report: RequestReport) -> None:
     """Set the root span's attributes of an answer that is complete."""
     span.set("gen_ai.usage.output_tokens", completion_tokens)
-    span.set("isthmus.finish_reason", ",".join(sorted({reason.name.lower() for reason in reasons})))
-    span.set("isthmus.time_to_first_token_ms", report.time_to_first_token.ToNanoseconds() / 1e6)
+    span.set("gen_ai.response.finish_reasons", tuple(reason.name.lower() for reason in reasons))
+    span.set("gen_ai.usage.cache_read.input_tokens", report.cached_tokens)
+    if report.HasField("time_to_first_token"):
+        span.set("gen_ai.response.time_to_first_chunk", report.time_to_first_token.ToNanoseconds() / 1e9)
 
 
 def _duration(seconds: float) -> Duration:

@@ -11,6 +11,7 @@ from isthmus_core.tracing import TraceContext
 from isthmus_router.chat import Conversation
 from isthmus_router.ports import FinishReason
 from isthmus_router.sampling import SamplingOptions
+from isthmus_router.schedules import Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,10 @@ class GenerateRequest:
     """One request for text.
 
     `operation` names the root span. `max_tokens` None: `default_max_tokens`, at most what the model's context leaves
-    (all of that when it is None too). Requests with different `cache_salt` share no cache. `label` is the client's name
-    for the request, for traces. `timeout_s` counts from `arrived` (monotonic seconds); `arrived_ns` is the same moment
-    in Unix time.
+    (all of that when it is None too). Requests with different `cache_salt` share no cache. `wish`: how the client wants
+    it divided; None = the router decides. `session` names the conversation, `tenant` who asks; both may be empty.
+    `label` is the client's name for the request, for traces. `timeout_s` counts from `arrived` (monotonic seconds);
+    `arrived_ns` is the same moment in Unix time.
     """
 
     operation: str
@@ -60,6 +62,9 @@ class GenerateRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     cache_salt: bytes = b""
     request_id: int = 0
+    wish: Wish | None = None
+    session: str = ""
+    tenant: str = ""
     label: str = ""
     trace: TraceContext | None = None
     arrived: float = field(default_factory=time.monotonic)

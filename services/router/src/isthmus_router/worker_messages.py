@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from isthmus.v1 import common_pb2, generation_pb2, worker_service_pb2
 
-from isthmus_core import token_ids
 from isthmus_core.errors import InternalError
+from isthmus_core.generation import chunk_from_pb, sampling_to_pb
 from isthmus_core.keys import RequestKey
 from isthmus_router.ports import (
     ContextReady,
     Finished,
-    FinishReason,
     InstanceRef,
     Leg,
     LegEvent,
     LegKind,
     Sampling,
-    TokenLogprobs,
     Tokens,
 )
 
@@ -32,7 +30,7 @@ def to_request(leg: Leg) -> worker_service_pb2.WorkerServiceGenerateRequest:
         key=to_key(leg.key),
         request_type=worker_service_pb2.RequestType.Name(leg.kind.value),
         prompt=common_pb2.TokenIds(le_uint32=leg.prompt),
-        sampling=_sampling(leg.sampling),
+        sampling=sampling_to_pb(leg.sampling),
         context_phase=leg.context_phase,
         cache_salt=leg.cache_salt,
         context_instance=None if leg.context is None else _instance(leg.context),
@@ -63,37 +61,12 @@ def to_event(response: worker_service_pb2.WorkerServiceGenerateResponse, leg: Le
     raise InternalError(f"instance {instance.instance_id} sent {kind or 'an unknown event'} in a {leg.kind.name} leg")
 
 
-def _sampling(sampling: Sampling) -> generation_pb2.SamplingParams:
-    return generation_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=[generation_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
-        n=sampling.n,
-        logprobs=sampling.logprobs,
-    )
-
-
 def _tokens(chunk: generation_pb2.TokenChunk, sampling: Sampling) -> Tokens:
     """Raises ValueError for a chunk that does not belong to the request."""
-    ids = token_ids.unpack(chunk.tokens.le_uint32)
-    if chunk.sample >= sampling.n:
-        raise ValueError(f"answer {chunk.sample} of {sampling.n}")
-    expected = 0 if sampling.logprobs is None else len(ids)
-    if len(chunk.logprobs) != expected:
-        raise ValueError(f"{len(chunk.logprobs)} log probabilities for {len(ids)} tokens, {expected} expected")
-    reason = FinishReason(int(chunk.finish_reason)) if chunk.finish_reason else None
-    return Tokens(ids, chunk.sample, tuple(_logprobs(entry) for entry in chunk.logprobs), reason)
-
-
-def _logprobs(entry: generation_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = token_ids.unpack(entry.top_tokens.le_uint32)
-    return TokenLogprobs(entry.logprob, tuple(zip(top, entry.top_logprobs, strict=True)))
+    tokens = chunk_from_pb(chunk)
+    if tokens.sample >= sampling.n:
+        raise ValueError(f"answer {tokens.sample} of {sampling.n}")
+    expected = 0 if sampling.logprobs is None else len(tokens.ids)
+    if len(tokens.logprobs) != expected:
+        raise ValueError(f"{len(tokens.logprobs)} log probabilities for {len(tokens.ids)} tokens, {expected} expected")
+    return tokens

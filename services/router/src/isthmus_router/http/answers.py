@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from isthmus_router.http.logprobs import CompletionLogprobs, chat_logprobs
@@ -154,6 +155,20 @@ def usage_of(ends: Sequence[End]) -> dict[str, Any]:
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventFrame:
+    """The events of one choice whose text alone changes: all but the text is made once."""
+
+    _MARK = "\x00"
+
+    def __init__(self, shape: Shape, request_id: int, index: int) -> None:
+        whole = event(shape.piece(request_id, Choice(index, [self._MARK])))
+        self._before, self._after = whole.split(encode_basestring(self._MARK).encode())
+
+    def event(self, text: str) -> bytes:
+        """As `event` of a piece with this text and nothing else."""
+        return self._before + encode_basestring(text).encode() + self._after
 
 
 DONE = b"data: [DONE]\n\n"

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from isthmus_core.errors import InternalError, InvalidRequest, IsthmusError, UnknownModel, shorten
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from isthmus_core.tracing import parse_traceparent
+from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER, check_session, tenant_of
 from isthmus_router.http.answers import ChatShape, CompletionShape, Shape
 from isthmus_router.http.body import read_body
 from isthmus_router.http.convert import Arrival, chat_input, chat_request, completion_requests
@@ -39,11 +40,14 @@ from isthmus_router.requests import ChatInput, GenerateRequest, TextInput, Token
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a client may send and how long it may take. `request_timeout_s`: longest deadline of a request;
-    `client_timeout_s`: longest time to send a request or to take a piece of its answer."""
+    `client_timeout_s`: longest time to send a request or to take a piece of its answer; `tenant_header` names who asks;
+    `coalesce_s`: as for `Answer`."""
 
     max_body_bytes: int
     request_timeout_s: float
     client_timeout_s: float
+    tenant_header: str = TENANT_HEADER
+    coalesce_s: float = 0.0
 
 
 MAX_LABEL_CHARS = 200
@@ -142,6 +146,7 @@ class Endpoints:
             stream=bool(body.stream),
             include_usage=body.include_usage,
             client_timeout_s=self._limits.client_timeout_s,
+            coalesce_s=self._limits.coalesce_s,
         )
 
     def _arrival(self, request: Request) -> Arrival:
@@ -157,6 +162,10 @@ class Endpoints:
             request_id=_request_id(label),
             label=label,
             trace=None if traceparent is None else parse_traceparent(traceparent),
+            session=check_session(request.headers.get(SESSION_HEADER, ""), SESSION_HEADER),
+            tenant=tenant_of(
+                request.headers.get(self._limits.tenant_header, ""), request.headers.get("authorization", "")
+            ),
         )
 
     def _model_name(self, asked: str) -> str:

@@ -18,6 +18,7 @@ from isthmus_router.http.schemas import (
 )
 from isthmus_router.requests import ChatInput, GenerateRequest, TextInput, TokenInput
 from isthmus_router.sampling import SamplingOptions
+from isthmus_router.schedules import Wish
 
 # What OpenAI's completions endpoint generates when nothing is said.
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -35,6 +36,8 @@ class Arrival:
     request_id: int
     label: str
     trace: TraceContext | None
+    session: str = ""
+    tenant: str = ""
 
 
 def chat_request(body: ChatCompletionRequest, arrival: Arrival) -> GenerateRequest:
@@ -51,6 +54,9 @@ def chat_request(body: ChatCompletionRequest, arrival: Arrival) -> GenerateReque
         sampling=sampling_options(body, logprobs, "top_logprobs"),
         cache_salt=(body.cache_salt or "").encode(),
         request_id=arrival.request_id,
+        wish=wish(body),
+        session=arrival.session,
+        tenant=arrival.tenant,
         label=arrival.label,
         trace=arrival.trace,
         arrived=arrival.arrived,
@@ -79,6 +85,9 @@ def completion_requests(body: CompletionRequest, arrival: Arrival) -> list[Gener
             cache_salt=(body.cache_salt or "").encode(),
             # The client's id names one request; of several each has its own.
             request_id=arrival.request_id if len(prompts) == 1 else 0,
+            wish=wish(body),
+            session=arrival.session,
+            tenant=arrival.tenant,
             label=arrival.label,
             trace=arrival.trace,
             arrived=arrival.arrived,
@@ -86,6 +95,11 @@ def completion_requests(body: CompletionRequest, arrival: Arrival) -> list[Gener
         )
         for prompt in prompts
     ]
+
+
+def wish(body: GenerationBody) -> Wish | None:
+    """How the client wants the request to be divided."""
+    return None if body.schedule is None else Wish[body.schedule.upper()]
 
 
 def chat_input(body: ConversationBody, *, use_tools: bool = True) -> ChatInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,8 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from isthmus_core.errors import DeadlineExceeded, IsthmusError
-from isthmus_router.http.answers import DONE, Choice, Shape, event, usage_of
+from isthmus_router.http.answers import DONE, Choice, EventFrame, Shape, event, usage_of
 from isthmus_router.http.errors import error_body, error_response
+from isthmus_router.http.gather import gathered
 from isthmus_router.merge import merged
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import End, GenerateRequest, Part
@@ -36,7 +37,8 @@ class Answer:
     """An ASGI response that generates. Nothing runs before it is called; the client's disconnect cancels it.
 
     `requests`: one for each prompt, with `n` answers each; choices are numbered prompt by prompt. `client_timeout_s`: a
-    client that takes nothing of its answer for so long is dropped.
+    client that takes nothing of its answer for so long is dropped. `coalesce_s`: what comes within so many seconds of
+    the last event of a stream goes out as one.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Answer:
         stream: bool,
         include_usage: bool,
         client_timeout_s: float,
+        coalesce_s: float = 0.0,
     ) -> None:
         self._pipeline = pipeline
         self._requests = requests
@@ -55,6 +58,7 @@ class Answer:
         self._stream = stream
         self._include_usage = include_usage
         self._client_timeout_s = client_timeout_s
+        self._coalesce_s = coalesce_s
         self._n = requests[0].sampling.n
         self._request_id = 0
         self._started = False
@@ -110,28 +114,39 @@ class Answer:
         return JSONResponse(self._shape.whole(self._request_id, choices, usage_of(ends)), headers=self._headers())
 
     async def _send_stream(self, parts: _Parts, send: Send) -> None:
-        opened: set[int] = set()
+        frames: dict[int, EventFrame] = {}
         ends: list[End] = []
         # The status waits for the first part, so that everything that goes wrong before has a status of its own.
-        async for number, part in parts:
-            self._request_id = self._request_id or part.request_id
-            if isinstance(part, End):
-                ends.append(part)
-                continue
-            piece = Choice(number * self._n + part.index)
-            piece.add(part)
-            chunks: list[dict[str, Any] | None] = []
-            if piece.index not in opened:
-                opened.add(piece.index)
-                chunks.append(self._shape.opening(self._request_id, piece.index))
-            if part.text or part.logprobs or part.reason is not None:
-                chunks.append(self._shape.piece(self._request_id, piece))
-            await self._send_chunks(chunks, send)
-        last = [self._shape.usage(self._request_id, usage_of(ends))] if self._include_usage else []
-        await self._send_chunks(last, send, done=True)
+        async with aclosing(gathered(parts, self._coalesce_s)) as bunches:
+            async for bunch in bunches:
+                pieces: dict[int, Choice] = {}
+                for number, part in bunch:
+                    self._request_id = self._request_id or part.request_id
+                    if isinstance(part, End):
+                        ends.append(part)
+                        continue
+                    index = number * self._n + part.index
+                    pieces.setdefault(index, Choice(index)).add(part)
+                if pieces:
+                    await self._send(b"".join(self._events(pieces, frames)), send)
+        last = event(self._shape.usage(self._request_id, usage_of(ends))) if self._include_usage else b""
+        await self._send(last + DONE, send, done=True)
 
-    async def _send_chunks(self, chunks: Sequence[dict[str, Any] | None], send: Send, *, done: bool = False) -> None:
-        body = b"".join(event(chunk) for chunk in chunks if chunk is not None) + (DONE if done else b"")
+    def _events(self, pieces: dict[int, Choice], frames: dict[int, EventFrame]) -> Iterator[bytes]:
+        """Events of new pieces; `frames`: of the choices that have been opened."""
+        for index, piece in pieces.items():
+            frame = frames.get(index)
+            if frame is None:
+                opening = self._shape.opening(self._request_id, index)
+                if opening is not None:
+                    yield event(opening)
+                frame = frames[index] = EventFrame(self._shape, self._request_id, index)
+            if piece.reason is not None or piece.logprobs:
+                yield event(self._shape.piece(self._request_id, piece))
+            elif text := "".join(piece.texts):
+                yield frame.event(text)
+
+    async def _send(self, body: bytes, send: Send, *, done: bool = False) -> None:
         if not self._started:
             self._started = True
             headers = [*_STREAM_HEADERS, *((name.encode(), value.encode()) for name, value in self._headers().items())]

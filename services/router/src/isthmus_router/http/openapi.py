@@ -33,6 +33,7 @@ _GETS = {
 _STREAMING = ("/v1/chat/completions", "/v1/completions")
 _HEADERS = {
     "x-request-id": ("name of the request; comes back with the answer", {"type": "string", "maxLength": 200}),
+    "x-session-id": ("name of the conversation, for placement", {"type": "string", "maxLength": 256}),
     "x-request-timeout": ("seconds that the request may take", {"type": "number", "exclusiveMinimum": 0}),
 }
 _ERROR: dict[str, Any] = {

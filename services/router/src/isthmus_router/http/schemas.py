@@ -59,6 +59,8 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    # How the request shall be divided between instances; the router decides when it is not set.
+    schedule: Literal["context_first", "generation_first", "unsplit"] | None = None
     # Change nothing.
     user: Ignored = None
     # Would change the answer.

@@ -20,17 +20,20 @@ from isthmus_router.http.protocol import BoundedProtocol
 _FIELD = "router.http_listen"
 
 
-def bind(address: str) -> socket.socket:
-    """A socket bound exclusively to host:port, not listening yet. Raises ConfigError or StartError."""
-    host, port = split_address(address, _FIELD)
+def bind(address: str, field: str = _FIELD, *, shared: bool = False) -> socket.socket:
+    """A socket bound to host:port, not listening yet; exclusively, or `shared` with the other processes of a fleet.
+    Raises ConfigError or StartError."""
+    host, port = split_address(address, field)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     # On Linux this only skips TIME_WAIT: the bind still fails while somebody has the port.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise StartError(f"{_FIELD} = {address}: {error.strerror}; choose another port or stop its user") from error
+        raise StartError(f"{field} = {address}: {error.strerror}; choose another port or stop its user") from error
     sock.setblocking(False)
     return sock
 
