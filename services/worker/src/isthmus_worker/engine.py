@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from isthmus_core.generation import FinishReason as FinishReason
+from isthmus_core.generation import Sampling as Sampling
+from isthmus_core.generation import TokenLogprobs as TokenLogprobs
+from isthmus_core.generation import Tokens as Tokens
+from isthmus_worker.marks import Mark
 from kvtransfer.ports import Holder, RequestKey, TraceContext, TransferStats
 
 
@@ -20,58 +25,6 @@ class RequestType(Enum):
     CONTEXT_ONLY = 1
     GENERATION_ONLY = 2
     CONTEXT_AND_GENERATION = 3
-
-
-class FinishReason(Enum):
-    """Why a request ended. Values are those of `isthmus.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen and when an answer stops, as `isthmus.v1.SamplingParams`; every field is explicit.
-
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 and `repetition_penalty` 1 do nothing.
-    `logit_bias`: (token id, bias) pairs. `n` answers. `logprobs`: None = none, k = the chosen token's and the k best.
-    """
-
-    max_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    n: int = 1
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities at one position: of the chosen token, and (token id, log probability) of the best ones."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of answer `sample` in [0, n). `logprobs`: one per token when asked for. `reason`: on the last chunk.
-
-    A generation leg does not repeat the context leg's first tokens.
-    """
-
-    ids: tuple[int, ...]
-    sample: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +68,9 @@ class HandoffReport:
 class LegReport:
     """Where the time of one leg went, in seconds. None = did not happen.
 
+    `draft_tokens`: guesses of the context leg that were tried; `accepted_draft_tokens`: of them the right ones.
     `handoff_failures`: why hand-offs failed; another one followed, or (`recomputed`) the prompt was computed here.
+    `marks`: the same in more detail, from engines that keep them.
     """
 
     context_queue: float | None = None
@@ -127,15 +82,19 @@ class LegReport:
     cached_tokens: int = 0
     handoff_failures: tuple[str, ...] = ()
     recomputed: bool = False
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReady:
     """A context leg is done and its pages are held. Last event of the leg. `first_tokens`: one chunk per sample; at
-    least one of them has not ended."""
+    least one of them has not ended. `dp_rank`: the attention-dp group that holds them."""
 
     first_tokens: tuple[Tokens, ...]
     report: LegReport
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +123,8 @@ class EngineDescription:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine, as `isthmus.v1.InstanceLoad`."""
+    """Load of an engine, as `isthmus.v1.InstanceLoad`. `receive_credits`: blocks that caches from context instances may
+    still take."""
 
     running_requests: int = 0
     waiting_requests: int = 0
@@ -172,6 +132,7 @@ class EngineLoad:
     used_blocks: int = 0
     total_blocks: int = 0
     in_doubt_blocks: int = 0
+    receive_credits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

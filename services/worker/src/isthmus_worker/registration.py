@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -19,21 +20,30 @@ from isthmus_core.config import TlsConfig
 from isthmus_core.errors import StartError, from_rpc_error
 from isthmus_core.rpc import open_channel
 from isthmus_core.tasks import until_one_ends
-from isthmus_worker.engine import EngineLoad
+from isthmus_worker.engine import EngineLoad, KvEvent
+from isthmus_worker.wire.kv_events import events_to_pb
 from isthmus_worker.wire.registration import (
     ContextPeer,
     InstanceDescription,
+    Order,
     PairView,
+    RoleView,
+    drain_from_pb,
     hello_to_pb,
     pair_to_pb,
     peers_from_pb,
+    role_to_pb,
+    set_role_from_pb,
 )
 from isthmus_worker.wire.responses import load_to_pb
+from kvtransfer.rank_info import InstanceRole
 
 logger = logging.getLogger(__name__)
 
 # A load is told at most this often.
 LOAD_INTERVAL_S = 0.2
+# Changes of the reusable blocks are collected for this long: a message costs the coordinator as much as 50 keys.
+KV_INTERVAL_S = 0.02
 # The first answer of a coordinator that is up comes at once; one that hangs must not hang the worker.
 _WELCOME_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
@@ -74,15 +84,23 @@ class Registration:
         tls: TlsConfig | None = None,
         on_peers: Callable[[Sequence[ContextPeer]], None] | None = None,
         on_member: Callable[[bool], None] | None = None,
+        on_order: Callable[[Order], None] | None = None,
+        kv_events: Callable[[], AsyncIterator[KvEvent]] | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._description = description
         self._tls = tls
-        self._on_peers, self._on_member = on_peers, on_member
+        self._on_peers, self._on_member, self._on_order = on_peers, on_member, on_order
+        self._kv_events = kv_events
+        self._snapshots: asyncio.Queue[None] = asyncio.Queue()
+        self._writing = asyncio.Lock()
+        self._role: RoleView | None = None
+        self._role_untold = False
         self._load = EngineLoad()
         self._pairs: dict[str, PairView] = {}
         self._draining = False
         self._untold_pairs: dict[str, PairView] = {}
+        self._peers: tuple[ContextPeer, ...] = ()
         self._changed = asyncio.Event()
         self._member = asyncio.Event()
         self._last_error = "no answer yet"
@@ -102,6 +120,14 @@ class Registration:
     def set_pair(self, pair: PairView) -> None:
         """State of the stream to one context instance; told at once."""
         self._pairs[pair.instance_id] = self._untold_pairs[pair.instance_id] = pair
+        self._changed.set()
+
+    def set_role(self, role: RoleView) -> None:
+        """How far a change of role is; told at once, and again after every reconnect."""
+        self._role, self._role_untold = role, True
+        if role.role is not InstanceRole.GENERATION:
+            self._pairs.clear()
+            self._untold_pairs.clear()
         self._changed.set()
 
     def set_draining(self) -> None:
@@ -184,7 +210,8 @@ class Registration:
             self._on_member(member)
 
     async def _hello(self, call: _Call) -> None:
-        await _write(call, hello_to_pb(self._description))
+        role = self._description.role if self._role is None else self._role.role
+        await self._write(call, hello_to_pb(replace(self._description, role=role)))
         first = await call.read()
         if not isinstance(first, _Response):
             raise await _status(call)
@@ -194,21 +221,74 @@ class Registration:
     async def _serve(self, call: _Call) -> None:
         """Read and write until either side ends."""
         self._untold_pairs = dict(self._pairs)
-        await until_one_ends(self._read(call), self._tell(call))
+        self._role_untold = self._role is not None
+        self._snapshots = asyncio.Queue()
+        await until_one_ends(self._read(call), self._tell(call), self._tell_blocks(call))
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), _Response):
-            if message.WhichOneof("body") != "peers":
-                raise ProtocolError(f"it sent {message.WhichOneof('body')} to a member")
             try:
-                peers = peers_from_pb(message.peers)
+                self._hear(message)
             except ValueError as error:
-                raise ProtocolError(f"peers: {error}") from error
-            known = {peer.instance_id for peer in peers}
-            self._pairs = {name: pair for name, pair in self._pairs.items() if name in known}
-            if self._on_peers is not None:
-                self._on_peers(peers)
+                raise ProtocolError(f"{message.WhichOneof('body')}: {error}") from error
         raise await _status(call)
+
+    def _hear(self, message: _Response) -> None:
+        match message.WhichOneof("body"):
+            case "peers":
+                self._hear_peers(peers_from_pb(message.peers, self._peers))
+            case "send_kv_snapshot":
+                self._snapshots.put_nowait(None)
+            case "drain":
+                self._order(drain_from_pb(message.drain))
+            case "set_role":
+                self._order(set_role_from_pb(message.set_role))
+            case other:
+                raise ProtocolError(f"it sent {other} to a member")
+
+    def _hear_peers(self, peers: Sequence[ContextPeer]) -> None:
+        self._peers = tuple(peers)
+        known = {peer.instance_id for peer in peers}
+        self._pairs = {name: pair for name, pair in self._pairs.items() if name in known}
+        if self._on_peers is not None:
+            self._on_peers(peers)
+
+    def _order(self, order: Order) -> None:
+        if self._on_order is not None:
+            self._on_order(order)
+
+    async def _tell_blocks(self, call: _Call) -> None:
+        """Every reusable block when the coordinator asks for it, and from then on the changes."""
+        await self._snapshots.get()
+        while self._kv_events is not None:
+            asked = asyncio.create_task(self._snapshots.get())
+            following = asyncio.create_task(self._follow_blocks(call, self._kv_events()))
+            try:
+                await asyncio.wait([asked, following], return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
+                    break  # the engine is gone
+            finally:
+                asked.cancel()
+                following.cancel()
+                await asyncio.gather(asked, following, return_exceptions=True)
+        await asyncio.Event().wait()  # for the stream's end
+
+    async def _follow_blocks(self, call: _Call, events: AsyncIterator[KvEvent]) -> None:
+        sequence = 1
+        async for event in events:
+            for message in events_to_pb(event, sequence):
+                sequence = message.sequence + 1
+                await self._write(call, _Request(kv_events=message))
+            await asyncio.sleep(KV_INTERVAL_S)
+
+    async def _write(self, call: _Call, message: _Request) -> None:
+        """Raises the call's status when it has ended (grpc.aio says InvalidStateError then)."""
+        async with self._writing:  # a call takes one message at a time
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:
+                raise await _status(call) from None
 
     async def _tell(self, call: _Call) -> None:
         told_load: EngineLoad | None = None
@@ -219,30 +299,25 @@ class Registration:
             self._changed.clear()
             if self._draining and not told_draining:
                 told_draining = True
-                await _write(call, _Request(draining=coordinator_service_pb2.Draining()))
+                await self._write(call, _Request(draining=coordinator_service_pb2.Draining()))
+            if self._role is not None and self._role_untold:
+                self._role_untold = False
+                await self._write(call, role_to_pb(self._role))
             while self._untold_pairs:
                 _, pair = self._untold_pairs.popitem()
-                await _write(call, _Request(pair=pair_to_pb(pair)))
+                await self._write(call, _Request(pair=pair_to_pb(pair)))
             wait_s = None
             if self._load != told_load:
                 wait_s = load_allowed_at - loop.time()
                 if wait_s <= 0:
                     wait_s, told_load = None, self._load
                     load_allowed_at = loop.time() + LOAD_INTERVAL_S
-                    await _write(call, _Request(load=load_to_pb(told_load)))
+                    await self._write(call, _Request(load=load_to_pb(told_load)))
             try:
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
-
-
-async def _write(call: _Call, message: _Request) -> None:
-    """Raises the call's status when it has ended (grpc.aio says InvalidStateError then)."""
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        raise await _status(call) from None
 
 
 async def _status(call: _Call) -> Exception:

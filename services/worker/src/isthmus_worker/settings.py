@@ -21,6 +21,8 @@ _ROLES = {
     "generation": InstanceRole.GENERATION,
     "context_and_generation": InstanceRole.CONTEXT_AND_GENERATION,
 }
+# Which network interface the ranks of an instance, all on this host, talk over.
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -120,15 +122,27 @@ def transfer_settings(config: IsthmusConfig) -> TransferConfig:
         max_held_share=transfer.max_held_share,
         on_failure=OnFailure(transfer.on_transfer_failure),
         max_peers=transfer.max_peers,
+        require_path=transfer.require_path or "",
     )
 
 
+def engine_threads(config: IsthmusConfig) -> int | None:
+    """CPU threads of each rank: engine.num_threads, else the ranks of an instance share the cores; None: the library's
+    choice."""
+    if config.engine.num_threads is None and config.parallel.world_size > 1:
+        return max(1, (os.cpu_count() or 1) // config.parallel.world_size)
+    return config.engine.num_threads
+
+
 def child_environment(config: IsthmusConfig, settings: WorkerSettings) -> dict[str, str]:
-    """Environment of the engine process. Raises ConfigError when the transfer agent can not work with it."""
+    """Environment of the engine processes. Raises ConfigError when the transfer agent can not work with it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if config.engine.num_threads is not None:
+    if (threads := engine_threads(config)) is not None:
         # Libraries size their thread pools when they are loaded, before any code of ours runs.
-        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(config.engine.num_threads)))
+        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    if config.parallel.world_size > 1:
+        for name in _INTERFACE_VARIABLES:
+            environment.setdefault(name, "lo")
     if settings.transfer is not None and settings.transfer.backend == "nixl":
         try:
             prepare_environment(environment, has_rdma())

@@ -100,15 +100,15 @@ class BlockManager:
         self._hold(shared)
         self._set(holder, shared, table)
 
-    def exchange(self, holder: Hashable) -> bool:
-        """Other blocks in place of all that a holder has, which nobody shares; False, and nothing changes, when there
-        are too few. Raises InternalError as `table`."""
+    def exchange(self, holder: Hashable, keep: int = 0) -> None:
+        """Other blocks in place of all but the first `keep` of a holder, which nobody shares. Raises InternalError as
+        `grow`."""
         table = self.table(holder)
-        if not self.can_allocate(len(table)):
-            return False
-        self._set(holder, self._take(len(table)))
-        self._drop(table)
-        return True
+        old = table[keep:]
+        if not self.can_allocate(len(old)):
+            raise InternalError(f"{holder} asked for {len(old)} blocks, {self._free} are free, {self._cache.idle} idle")
+        self._set(holder, table[:keep], self._take(len(old)))
+        self._drop(old)
 
     def rename(self, holder: Hashable, to: Hashable) -> None:
         """Everything of a holder belongs to a new one. Raises InternalError as `table`, and when that one has some."""
@@ -174,9 +174,10 @@ class BlockManager:
         wrong = np.flatnonzero(~right)
         if len(wrong):
             block = int(wrong[0])
+            holders = [str(holder) for holder, table in self._tables.items() if block in table]
             raise InternalError(
-                f"the block ledger is broken: block {block} is {words.format(int(values[block]))}, "
-                f"{len(wrong)} of {self.num_blocks} blocks are wrong"
+                f"the block ledger is broken: block {block} is {words.format(int(values[block]))}; held by "
+                f"{', '.join(holders) or 'nobody'}; {len(wrong)} of {self.num_blocks} blocks are wrong"
             )
 
     # --- places

@@ -1,6 +1,9 @@
 """Start of an engine process. Its parent is the hub; it never outlives it.
 
-Exit codes: 0 the hub said stop or is gone, 1 a crash, 2 wrong settings, 3 could not start, 4 the transfer agent failed.
+The first rank of an instance has the scheduler; the others do what its steps say.
+
+Exit codes: 0 the hub said stop or is gone, 1 a crash, 2 wrong settings, 3 could not start, 4 the transfer agent failed,
+5 another rank of the instance is gone.
 The last line on stderr says why.
 """
 
@@ -19,15 +22,18 @@ from isthmus_core.errors import ConfigError, IsthmusError, StartError
 from isthmus_core.framing import FrameError, FrameSocket
 from isthmus_core.logs import setup_logging
 from isthmus_core.process import die_with_parent, leave
-from isthmus_worker.engine_process.build import build_scheduler, describe_engine, handoff_policy, load_model
+from isthmus_worker.engine_process.build import build_front, describe_engine
 from isthmus_worker.engine_process.inbox import Inbox
+from isthmus_worker.engine_process.load import load_model, load_rank
 from isthmus_worker.engine_process.loop import EngineLoop
 from isthmus_worker.engine_process.outbox import Outbox
 from isthmus_worker.engine_process.rank import RankRole
-from kvtransfer.transceiver.scheduler import SchedulerTransceiver
+from isthmus_worker.parallel.links import RANK_LOST, RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvtransfer.page_table import PageTable
 
 PROGRAM = "isthmus_worker.engine_process"
 # The transfer agent's thread shares the interpreter with the loop: it must not wait 5 ms for its turn.
@@ -40,7 +46,16 @@ logger = logging.getLogger(__name__)
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="The engine of a worker; started by its hub.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML configuration")
-    parser.add_argument("--scheduler-fd", type=int, required=True, metavar="N", help="socket: engine_ipc.proto")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="flat rank, see the section parallel")
+    parser.add_argument("--scheduler-fd", type=int, metavar="N", help="socket: engine_ipc.proto; rank 0 only")
+    parser.add_argument(
+        "--step-fd",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="socket: rank_ipc.proto; on rank 0 one for each other rank, in order",
+    )
     parser.add_argument("--rank-fd", type=int, metavar="N", help="socket: second part of transfer_ipc.proto")
     parser.add_argument("--lock-fd", type=int, metavar="N", help="instance lock, held as long as this process lives")
     return parser.parse_args(argv)
@@ -48,35 +63,62 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _keep_to_ourselves(arguments: argparse.Namespace) -> None:
     """No process that a library starts may hold the sockets, or the lock that proves this process alive."""
-    for option in ("scheduler_fd", "rank_fd", "lock_fd"):
-        fd: int | None = getattr(arguments, option)
+    given: list[tuple[str, int | None]] = [("step-fd", fd) for fd in arguments.step_fd]
+    given += [(name, getattr(arguments, name.replace("-", "_"))) for name in ("scheduler-fd", "rank-fd", "lock-fd")]
+    for name, fd in given:
         if fd is None:
             continue
         try:
             os.set_inheritable(fd, False)
         except OSError as error:
-            raise ConfigError(f"--{option.replace('_', '-')} {fd}: {error.strerror}") from error
+            raise ConfigError(f"--{name} {fd}: {error.strerror}") from error
 
 
 def _serve(config: IsthmusConfig, arguments: argparse.Namespace) -> None:
     """Everything between the arguments and the exit code."""
-    hands_off = config.worker.role != "context_and_generation"
+    hands_off, rank, world = config.worker.role != "context_and_generation", arguments.rank, config.parallel.world_size
     if hands_off and arguments.rank_fd is None:
         raise ConfigError(f"worker.role = {config.worker.role} hands caches off and needs --rank-fd")
-    frames = FrameSocket.from_fd(arguments.scheduler_fd)
-    model = load_model(config)
+    if not 0 <= rank < world:
+        raise ConfigError(f"--rank {rank}: the instance has {world} ranks")
+    if len(arguments.step_fd) != (1 if rank else world - 1):
+        raise ConfigError(f"--step-fd: {len(arguments.step_fd)} given, rank {rank} of {world} needs {world - 1 or 1}")
+    steps = [FrameSocket.from_fd(fd) for fd in arguments.step_fd]
+    if rank:
+        _follow(config, rank, steps[0], arguments.rank_fd)
+    elif arguments.scheduler_fd is None:
+        raise ConfigError("--scheduler-fd is missing")
+    else:
+        _lead(config, FrameSocket.from_fd(arguments.scheduler_fd), steps, arguments.rank_fd)
+
+
+def _lead(config: IsthmusConfig, frames: FrameSocket, others: list[FrameSocket], rank_fd: int | None) -> None:
+    """The first rank, or the only one."""
+    model = load_model(config, others)
     # After the model: the agent follows the CUDA version of a torch that is loaded.
-    rank = None if arguments.rank_fd is None else RankRole(config, arguments.rank_fd, model.page_table)
+    role = None if rank_fd is None else RankRole(config, rank_fd, model.page_table)
     outbox, inbox = Outbox(frames), Inbox(frames)
-    policy = handoff_policy(config, model.num_blocks)
-    transceiver = SchedulerTransceiver(outbox, policy=policy) if hands_off else None
-    scheduler = build_scheduler(config, model, outbox, transceiver)
+    front = build_front(config, model, outbox)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     outbox.emit(describe_engine(config, model))
     inbox.start()
-    EngineLoop(scheduler, model.runner, inbox, outbox, transceiver).run()
-    if rank is not None:
-        rank.stop(_AGENT_STOP_S)
+    EngineLoop(front, model.runner, inbox, outbox).run()
+    if role is not None:
+        role.stop(_AGENT_STOP_S)
+
+
+def _follow(config: IsthmusConfig, rank: int, frames: FrameSocket, rank_fd: int | None) -> None:
+    """Any other rank."""
+    roles: list[RankRole] = []
+
+    def cache_is_there(page_table: PageTable) -> None:
+        if rank_fd is not None:
+            roles.append(RankRole(config, rank_fd, page_table, rank))
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+    load_rank(config, rank, frames, cache_is_there).run()
+    for role in roles:
+        role.stop(_AGENT_STOP_S)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -89,10 +131,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         _keep_to_ourselves(arguments)
         config = load_config(arguments.config)
-        setup_logging(config.logging, "worker", f"{config.worker.instance_id or config.worker.role}/engine")
+        name = "engine" if arguments.rank == 0 else f"rank-{arguments.rank}"
+        setup_logging(config.logging, "worker", f"{config.worker.instance_id or config.worker.role}/{name}")
         _serve(config, arguments)
     except (ConfigError, StartError) as error:
         return _fail(error, error.exit_code)
+    except RankLost as error:
+        return _fail(error, RANK_LOST)
     except (IsthmusError, FrameError) as error:
         return _fail(error, 1)
     except Exception as error:  # the process ends: the trace goes to the log, the reason to the hub

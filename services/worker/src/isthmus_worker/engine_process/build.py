@@ -1,102 +1,28 @@
-"""From the configuration to the parts of an engine process: the runner, the cache, the scheduler."""
+"""From the configuration and a loaded model to the scheduler of an engine process."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isthmus_core.block_keys import root_key
-from isthmus_core.errors import ConfigError, IsthmusError, StartError
-from isthmus_worker.cache import BlockManager
+from isthmus_worker.cache import BlockManager, BlockTable
+from isthmus_worker.cache.radix_cache import RadixCache
 from isthmus_worker.engine import EngineDescription
 from isthmus_worker.scheduler import Handoffs, Limits, Memory, Scheduler
+from isthmus_worker.scheduler.front import Front
 from kvtransfer.config import OnFailure
-from kvtransfer.page_table import AttentionGroup
 from kvtransfer.transceiver.policy import HandoffPolicy
+from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isthmus_core.config import IsthmusConfig
+    from isthmus_worker.cache.base import CacheManager
+    from isthmus_worker.engine_process.load import LoadedModel
     from isthmus_worker.engine_process.outbox import Outbox
-    from isthmus_worker.runner import ModelDescription, ModelRunner
-    from isthmus_worker.scheduler import Transceiver
-    from kvtransfer.page_table import PageTable
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A runner that is warm, and the memory it computes in."""
-
-    runner: ModelRunner
-    description: ModelDescription
-    num_blocks: int
-    page_table: PageTable
-
-
-def load_model(config: IsthmusConfig) -> LoadedModel:
-    """Loads the model, allocates its cache and warms it up. Raises ConfigError or StartError with the reason."""
-    try:
-        runner = _runner(config)
-        description = runner.describe()
-        num_blocks = cache_blocks(config, description)
-        page_table = runner.allocate_cache(num_blocks)
-        runner.warm_up()
-    except IsthmusError as error:
-        raise StartError(error.message) from error
-    logger.info(
-        "model loaded",
-        extra={
-            "model": description.name,
-            "blocks": num_blocks,
-            "bytes_per_block": description.bytes_per_block,
-            "attention": description.kernels,
-        },
-    )
-    return LoadedModel(runner, description, num_blocks, page_table)
-
-
-def _runner(config: IsthmusConfig) -> ModelRunner:
-    engine = config.engine
-    if engine.kind == "mock":
-        from isthmus_worker.mock_engine import MockRunner
-
-        return MockRunner(engine.mock, config.model.served_name, engine.tokens_per_block, engine.max_model_len)
-    if config.model.path is None:
-        raise ConfigError("model.path is not set: engine.kind = torch needs the folder of a model")
-    try:
-        import torch
-
-        from isthmus_worker.torch_engine import TorchRunner
-    except ImportError as error:
-        raise StartError(f"engine.kind = torch: {error}; pip install 'isthmus-worker[torch]'") from error
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    return TorchRunner(
-        config.model.path,
-        config.model.dtype,
-        engine.device,
-        engine.tokens_per_block,
-        engine.max_model_len,
-        engine.attention,
-    )
-
-
-def cache_blocks(config: IsthmusConfig, description: ModelDescription) -> int:
-    """Blocks of the cache: engine.num_blocks, else what fits into engine.kv_cache_bytes. Raises ConfigError when that
-    is not even one."""
-    if config.engine.num_blocks is not None:
-        return config.engine.num_blocks
-    count = config.engine.kv_cache_bytes // description.bytes_per_block
-    if count < 1:
-        raise ConfigError(
-            f"engine.kv_cache_bytes = {config.engine.kv_cache_bytes}: one block of "
-            f"{config.engine.tokens_per_block} tokens takes {description.bytes_per_block} bytes"
-        )
-    return count
+    from isthmus_worker.runner import ModelDescription
+    from isthmus_worker.scheduler import SchedulerEvent, Transceiver
 
 
 def describe_engine(config: IsthmusConfig, model: LoadedModel) -> EngineDescription:
@@ -106,7 +32,7 @@ def describe_engine(config: IsthmusConfig, model: LoadedModel) -> EngineDescript
         name=config.engine.kind,
         max_model_len=about.max_model_len,
         tokens_per_block=config.engine.tokens_per_block,
-        total_blocks=model.num_blocks,
+        total_blocks=max(model.num_blocks) * config.parallel.data_parallel_size,
         vocab_size=about.vocab_size,
         weights_digest=about.weights_digest,
         attention_digest=about.attention_digest,
@@ -120,36 +46,66 @@ def handoff_policy(config: IsthmusConfig, num_blocks: int) -> HandoffPolicy:
     return HandoffPolicy(
         retries=1,
         on_failure=OnFailure(transfer.on_transfer_failure),
-        max_held_requests=transfer.max_held_requests,
+        max_held_requests=-(-transfer.max_held_requests // config.parallel.data_parallel_size),
         max_held_blocks=int(transfer.max_held_share * num_blocks),
+        timeout_s=transfer.timeout_s,
     )
+
+
+def build_front(config: IsthmusConfig, model: LoadedModel, outbox: Outbox) -> Front:
+    """The schedulers of all attention-dp groups, whose caches are empty."""
+    hands_off = config.worker.role != "context_and_generation"
+    policy = handoff_policy(config, max(model.num_blocks))
+
+    def make(emit: Callable[[SchedulerEvent], None], dp_rank: int) -> tuple[Scheduler, SchedulerTransceiver | None]:
+        transceiver = SchedulerTransceiver(outbox, policy=policy) if hands_off else None
+        return build_scheduler(config, model, emit, transceiver, dp_rank), transceiver
+
+    return Front(outbox.emit, config.parallel.data_parallel_size, make)
 
 
 def build_scheduler(
-    config: IsthmusConfig, model: LoadedModel, outbox: Outbox, transceiver: Transceiver | None
+    config: IsthmusConfig,
+    model: LoadedModel,
+    emit: Callable[[SchedulerEvent], None],
+    transceiver: Transceiver | None,
+    dp_rank: int = 0,
 ) -> Scheduler:
-    """The scheduler over an empty cache. `transceiver` is None on an instance that hands nothing off."""
-    engine = config.engine
+    """The scheduler of an attention-dp group over an empty cache. `transceiver` is None on an instance that hands
+    nothing off."""
+    engine, groups = config.engine, config.parallel.data_parallel_size
     limits = Limits(
-        role=config.worker.role,
+        role=config.worker.role if transceiver is None else "any",
         vocab_size=model.description.vocab_size,
         max_model_len=model.description.max_model_len,
         tokens_per_block=engine.tokens_per_block,
-        num_blocks=model.num_blocks,
-        max_running=engine.max_running,
-        max_batch_tokens=engine.max_batch_tokens,
-        max_waiting=engine.max_waiting,
+        num_blocks=max(model.num_blocks),
+        max_running=-(-engine.max_running // groups),
+        max_batch_tokens=-(-engine.max_batch_tokens // groups),
+        max_waiting=-(-engine.max_waiting // groups),
+        draft_tokens=engine.draft_tokens,
     )
     handoffs = None
     if transceiver is not None:
-        groups = model.page_table.groups
-        windows = [one.sliding_window for one in groups if isinstance(one, AttentionGroup) and one.sliding_window]
-        handoffs = Handoffs(transceiver, len(groups), config.transfer.handoff_hold_s, min(windows, default=None))
-    memory = Memory(
-        BlockManager(model.num_blocks, engine.tokens_per_block),
-        _block_root(model.description) if engine.prefix_caching else None,
-    )
-    return Scheduler(limits, memory, outbox.emit, handoffs)
+        transfer = config.transfer
+        handoffs = Handoffs(
+            transceiver,
+            model.held[dp_rank],
+            transfer.handoff_hold_s,
+            dp_rank,
+            reserve_early=transfer.reserve_early,
+        )
+    root = _block_root(model.description) if engine.prefix_caching else None
+    memory = Memory(_cache_manager(config, model), root, limits.max_batch_tokens)
+    return Scheduler(limits, memory, emit, handoffs)
+
+
+def _cache_manager(config: IsthmusConfig, model: LoadedModel) -> CacheManager:
+    size, windows = config.engine.tokens_per_block, model.description.windows
+    if config.cache.manager == "radix":
+        return RadixCache(model.num_blocks, windows, size)
+    window = min((one for one in windows if one is not None), default=None)
+    return BlockTable(BlockManager(model.num_blocks[0], size), window)
 
 
 def _block_root(model: ModelDescription) -> Callable[[bytes], bytes]:

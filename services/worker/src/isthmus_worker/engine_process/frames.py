@@ -5,6 +5,7 @@ Both ends are one build: a frame that can not be read is a bug, and raises Frame
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -13,7 +14,9 @@ from isthmus.v1 import engine_ipc_pb2, generation_pb2, kv_pb2
 from isthmus_core import token_ids
 from isthmus_core.block_keys import join_keys
 from isthmus_core.framing import FrameError
+from isthmus_core.generation import chunk_from_pb, chunk_to_pb, sampling_from_pb
 from isthmus_worker.engine import ContextPhase, EngineDescription, EngineLoad, EngineRequest, KvEvent, RequestType
+from isthmus_worker.marks import marks_to_pb
 from isthmus_worker.scheduler.events import (
     ContextDone,
     RequestFinished,
@@ -24,7 +27,7 @@ from isthmus_worker.scheduler.events import (
 from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.responses import load_to_pb
-from isthmus_worker.wire.tokens import chunk_from_pb, chunk_to_pb, chunks_to_pb, sampling_from_pb
+from isthmus_worker.wire.tokens import chunks_to_pb
 from kvtransfer.errors import WireError
 from kvtransfer.ports import (
     BindContext,
@@ -108,7 +111,7 @@ def _context_phase_from_pb(pb: generation_pb2.ContextPhaseParams) -> ContextPhas
         key=key_from_pb(pb.key),
         first_tokens=tuple(chunk_from_pb(one) for one in pb.first_tokens),
         prompt_tokens=pb.prompt_tokens,
-        holder=_holder(pb),
+        holder=replace(_holder(pb), dp_rank=pb.dp_rank),
     )
 
 
@@ -122,10 +125,11 @@ def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
     match message:
         case RequestTokens(key, chunk):
             return event(tokens=engine_ipc_pb2.RequestTokens(key=key_to_pb(key), chunk=chunk_to_pb(chunk)))
-        case ContextDone(key, first, report):
+        case ContextDone(key, first, report, dp_rank):
             done = engine_ipc_pb2.ContextDone(
-                key=key_to_pb(key), first_tokens=chunks_to_pb(first), report=report_to_pb(report)
+                key=key_to_pb(key), first_tokens=chunks_to_pb(first), report=report_to_pb(report), dp_rank=dp_rank
             )
+            done.marks.extend(marks_to_pb(report.marks))
             return event(context_done=done)
         case RequestFinished():
             return event(finished=_finished_to_pb(message))
@@ -157,6 +161,7 @@ def _finished_to_pb(finished: RequestFinished) -> engine_ipc_pb2.RequestFinished
         key=key_to_pb(finished.key),
         status=b"" if finished.error is None else finished.error.serialize(),
         report=report_to_pb(finished.report),
+        marks=marks_to_pb(finished.report.marks),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from isthmus_core.errors import DuplicateRequest, InternalError, IsthmusError
 from isthmus_worker.engine import EngineLoad, EngineRequest, LegReport
@@ -19,21 +19,14 @@ if TYPE_CHECKING:
 
     from isthmus_worker.engine_process.inbox import Inbox
     from isthmus_worker.engine_process.outbox import Outbox
-    from isthmus_worker.runner import ModelRunner
-    from isthmus_worker.scheduler import Scheduler, StepPlan
+    from isthmus_worker.runner import BatchRow, ModelRunner
+    from isthmus_worker.scheduler.front import Front, JointPlan
     from isthmus_worker.wire.engine_frames import EngineCommand
-    from kvtransfer.ports import HubToScheduler
 
 logger = logging.getLogger(__name__)
 
 # Load is told at most this often while there is work, and at once when it ends.
 LOAD_INTERVAL_S = 0.2
-
-
-class OutcomeSink(Protocol):
-    """Where outcomes of hand-offs go: the scheduler role of the transceiver."""
-
-    def deliver(self, message: HubToScheduler) -> None: ...
 
 
 class EngineLoop:
@@ -45,15 +38,14 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Front,
         runner: ModelRunner,
         inbox: Inbox,
         outbox: Outbox,
-        outcomes: OutcomeSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._runner, self._inbox, self._outbox = scheduler, runner, inbox, outbox
-        self._outcomes, self._clock = outcomes, clock
+        self._clock = clock
         self._told: EngineLoad | None = None
         self._told_at = float("-inf")
         self._had_work = False
@@ -71,11 +63,11 @@ class EngineLoop:
             self._had_work |= self._scheduler.live > 0
             self._scheduler.poll()
             plan = self._scheduler.plan(self._clock())
-            if plan.copies:
-                self._runner.copy_blocks(*plan.copied_blocks())
-            if plan.rows:
-                self._execute(plan)
-            wait_s = self._report_load(busy=bool(plan.rows))
+            plan.make_copies(self._runner)
+            rows = plan.rows
+            if rows:
+                self._execute(plan, rows)
+            wait_s = self._report_load(busy=bool(rows))
             try:
                 self._outbox.flush()
             except ConnectionError:
@@ -89,9 +81,7 @@ class EngineLoop:
             case Abort(key):
                 self._scheduler.abort(key)
             case SendOutcome() | ReceiveOutcome() | Bound() | FirstTokensArrived() | BindFailed():
-                if self._outcomes is None:
-                    raise InternalError(f"outcome of a hand-off for {command.key}, but this engine hands nothing off")
-                self._outcomes.deliver(command)
+                self._scheduler.deliver(command)
             case Stop():
                 raise InternalError("stop is handled by the loop itself")
 
@@ -105,12 +95,13 @@ class EngineLoop:
             self._outbox.emit(RequestFinished(request.key, error, LegReport()))
             self._outbox.emit(RequestReleased(request.key))
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _execute(self, plan: JointPlan, rows: list[BatchRow]) -> None:
         failed: list[int] = []
         try:
-            drawn = self._runner.execute(plan.rows)
+            drawn = self._runner.execute(rows)
         except NonFiniteLogits as error:
-            keys = {str(plan.answers[row].request.key) for row in error.rows}
+            answers = plan.answers
+            keys = {str(answers[row].request.key) for row in error.rows}
             logger.error("%s", error, extra={"requests": sorted(keys)})
             drawn, failed = error.drawn, error.rows
         self._scheduler.apply(plan, drawn, frozenset(failed), self._clock())

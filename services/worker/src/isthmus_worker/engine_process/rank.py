@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from isthmus_core.errors import ConfigError, StartError
 from isthmus_core.process import leave
+from isthmus_worker.engine_process.bouncing import bounce_policy
+from isthmus_worker.parallel.shard import topology_of
 from kvtransfer.agents import make_agent
-from kvtransfer.errors import AgentUnknown, KVTransferError
+from kvtransfer.errors import AgentUnknown, ArenaError, KVTransferError
 from kvtransfer.page_table import MemoryKind, RegisteredRegion
-from kvtransfer.rank_info import Topology
 from kvtransfer.transceiver.agent_thread import AgentThread
 from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
 
@@ -40,20 +41,25 @@ class RankRole:
     are over. Raises ConfigError or StartError.
     """
 
-    def __init__(self, config: IsthmusConfig, fd: int, page_table: PageTable) -> None:
+    def __init__(self, config: IsthmusConfig, fd: int, page_table: PageTable, rank: int = 0) -> None:
         backend = config.transfer.backend
         if backend is None:
             raise ConfigError(f"worker.role = {config.worker.role} needs transfer.backend, for example nixl")
         label = config.worker.instance_id or config.worker.role
+        try:
+            policy, self._arenas = bounce_policy(config, page_table.regions[0])
+        except ArenaError as error:
+            raise ConfigError(str(error)) from error
         self._serving = threading.Event()
         self._thread = AgentThread(
             socket.socket(fileno=fd),
-            lambda: make_agent(backend, label),
+            lambda: make_agent(backend, f"{label}-{rank}" if config.parallel.world_size > 1 else label),
             page_table,
-            0,
-            Topology(),
+            rank,
+            topology_of(config.parallel, rank),
             on_exit=self._ended,
             probing=self._probing(config, page_table),
+            bouncing=policy,
         )
         try:
             self._thread.start()
@@ -72,8 +78,7 @@ class RankRole:
             scratch, self._scratch = device_scratch(cache.device_id)
         else:
             scratch, self._scratch = host_scratch()
-        context = config.worker.role == "context"
-        return ProbePolicy(scratch, transfer.probe_on_connect and context, transfer.require_path or "")
+        return ProbePolicy(scratch, transfer.probe_on_connect, transfer.require_path or "")
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread. Writes that are open then end with the process."""

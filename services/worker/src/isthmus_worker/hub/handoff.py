@@ -10,16 +10,17 @@ import grpc.aio
 from isthmus.v1 import kv_transfer_service_pb2_grpc
 
 from isthmus_core.config import TlsConfig
-from isthmus_core.tracing import Tracing
 from isthmus_worker.engine import EngineDescription
 from isthmus_worker.hub.late_service import LateService
+from isthmus_worker.hub.observing import WorkerTelemetry
+from isthmus_worker.hub.transfer_telemetry import TransferTelemetry
 from isthmus_worker.process_engine import ExitReport, ProcessEngine
 from isthmus_worker.settings import WorkerSettings
 from isthmus_worker.wire.registration import ContextPeer, PairView
 from kvtransfer.config import TransferConfig
 from kvtransfer.hub import EngineStatus, PairStatus, PeerAddress, TransferHub
-from kvtransfer.ports import Holder, HubToRank, RankToHub, SchedulerToHub
-from kvtransfer.rank_info import ModelFingerprint
+from kvtransfer.ports import Holder, HubToRank, HubToScheduler, RankToHub, SchedulerToHub, TransferNotice
+from kvtransfer.rank_info import InstanceRole, ModelFingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +29,24 @@ _REPORT_S = 1.0
 
 
 class _EngineRankPort:
-    """kvtransfer's way to the rank role of the engine process."""
+    """kvtransfer's way to one rank role of the engine."""
 
-    def __init__(self, engine: ProcessEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ProcessEngine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
 
     def send(self, message: HubToRank) -> None:
         """See kvtransfer.ports.RankPort."""
-        self._engine.send_to_rank(message)
+        self._engine.send_to_rank(self._rank, message)
 
 
 class Handoff:
     """A started transfer hub."""
 
-    def __init__(self, transfer: TransferHub, config: TransferConfig, ranks: int) -> None:
+    def __init__(self, transfer: TransferHub, config: TransferConfig, ranks: int, watched: TransferTelemetry) -> None:
         self._transfer = transfer
         self._config = config
         self._ranks = ranks
+        self._watched = watched
 
     def serve_on(self, service: LateService) -> None:
         """Answer KvTransferService."""
@@ -58,10 +60,13 @@ class Handoff:
 
     def from_rank(self, rank: int, message: RankToHub) -> None:
         """A rank role says."""
+        if isinstance(message, TransferNotice):
+            self._watched.notice(message)
         self._transfer.from_rank(rank, message)
 
     def set_peers(self, peers: Sequence[ContextPeer]) -> None:
         """The complete list of context instances to keep a stream to."""
+        self._watched.set_peers(peer.instance_id for peer in peers)
         self._transfer.set_context_peers(
             [PeerAddress(peer.instance_id, peer.incarnation, peer.endpoint) for peer in peers]
         )
@@ -69,6 +74,10 @@ class Handoff:
     def in_doubt_pages(self) -> int:
         """Pages that a peer which can not be asked may still write."""
         return self._transfer.in_doubt_pages()
+
+    async def set_role(self, role: InstanceRole) -> None:
+        """Streams of the old role end. Raises KVTransferError while hand-offs are open."""
+        await self._transfer.set_role(role)
 
     async def drain(self, deadline_s: float) -> None:
         """Wait until every session has ended. Raises TimeoutError after `deadline_s` seconds."""
@@ -98,12 +107,22 @@ def start_handoff(
     description: EngineDescription,
     *,
     exited_incarnations: tuple[bytes, ...],
-    tracing: Tracing,
+    telemetry: WorkerTelemetry,
     tls: TlsConfig,
     on_pair: Callable[[PairView], None],
     stop_instance: Callable[[str], None],
 ) -> Handoff:
     """A transfer hub between the engine process, which is ready, and the instance's peers."""
+    watched = telemetry.transfers
+
+    def deliver(message: HubToScheduler) -> None:
+        watched.to_scheduler(message)
+        engine.deliver(message)
+
+    def paired(pair: PairStatus) -> None:
+        watched.pair(pair)
+        on_pair(_view(pair))
+
     transfer = TransferHub(
         instance_id=here.instance_id,
         incarnation=here.incarnation,
@@ -111,22 +130,27 @@ def start_handoff(
         role=settings.role,
         model=ModelFingerprint(description.weights_digest, description.attention_digest, description.kv_dtype),
         config=config,
-        rank_ports=[_EngineRankPort(engine)],
-        deliver=engine.deliver,
-        on_pair=lambda pair: on_pair(_view(pair)),
-        kill_rank=lambda _, reason: engine.kill(reason),
+        rank_ports=[_EngineRankPort(engine, rank) for rank in range(engine.ranks)],
+        deliver=deliver,
+        on_pair=paired,
+        kill_rank=engine.kill,
         stop_instance=stop_instance,
-        tracing=tracing,
+        tracing=telemetry.tracing,
         status=lambda: _status(engine),
         tls=tls,
         exited_incarnations=exited_incarnations,
     )
     transfer.start(engine.rank_infos)
-    return Handoff(transfer, config, len(engine.rank_infos))
+    watched.watch(lambda: _pages(transfer), transfer.sessions)
+    return Handoff(transfer, config, len(engine.rank_infos), watched)
 
 
 def _view(pair: PairStatus) -> PairView:
     return PairView(pair.instance_id, pair.incarnation, pair.state.value, tuple(pair.incompatibilities))
+
+
+def _pages(transfer: TransferHub) -> dict[str, int]:
+    return {state.name.lower(): count for state, count in transfer.core.ledger.held().items()}
 
 
 def _status(engine: ProcessEngine) -> EngineStatus:

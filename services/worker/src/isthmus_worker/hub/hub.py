@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING
 
 from isthmus.v1 import kv_transfer_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 
+from isthmus_core.block_keys import Keying
 from isthmus_core.config import IsthmusConfig
 from isthmus_core.ids import new_incarnation
 from isthmus_core.logs import setup_logging
 from isthmus_core.rpc import RpcServer
-from isthmus_core.tracing import Tracing
 from isthmus_worker.engine import EngineDescription, EngineLoad
 from isthmus_worker.hub.late_service import LateService
+from isthmus_worker.hub.make_engine import make_engine
+from isthmus_worker.hub.observing import WorkerTelemetry
+from isthmus_worker.hub.role_switch import RoleEdges, RoleSwitch
 from isthmus_worker.hub.servicer import Serving, WorkerServicer
 from isthmus_worker.instance_lock import InstanceLock, acquire
-from isthmus_worker.process_engine import EngineLaunch, ProcessEngine
+from isthmus_worker.process_engine import ProcessEngine
 from isthmus_worker.registration import Registration
 from isthmus_worker.settings import WorkerSettings, child_environment, join_address, worker_settings
-from isthmus_worker.wire.registration import ContextPeer, InstanceDescription, PairView
+from isthmus_worker.wire.registration import (
+    ContextPeer,
+    DrainOrder,
+    InstanceDescription,
+    Order,
+    PairView,
+    RoleOrder,
+)
 from kvtransfer.ports import Holder, RankToHub, SchedulerToHub
+from kvtransfer.rank_info import InstanceRole
 
 if TYPE_CHECKING:
     from isthmus_worker.hub.handoff import Handoff
@@ -33,6 +44,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "isthmus-worker"
 # Calls whose leg has ended only have to hand their status over.
 _SERVER_GRACE_S = 1.0
+# Placements that were on their way when a change of role began.
+_LAST_LEGS_S = 5.0
 _KV_TRANSFER = kv_transfer_service_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
 
 
@@ -47,12 +60,16 @@ class Hub:
         self._server = RpcServer(config.tls)
         self._servicer = WorkerServicer(settings.role)
         self._transfer_service = LateService(_KV_TRANSFER.full_name)
-        self._tracing: Tracing | None = None
+        self._telemetry: WorkerTelemetry | None = None
         self._lock: InstanceLock | None = None
         self._engine: ProcessEngine | None = None
         self._handoff: Handoff | None = None
         self._registration: Registration | None = None
         self._leaving = False
+        possible = () if settings.transfer is None else tuple(InstanceRole)
+        self._roles = RoleSwitch(settings.role, possible, settings.drain_s)
+        # Seconds that an ordered drain may take.
+        self._drain_order: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         # Why the transfer hub can not go on.
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._health_changed = asyncio.Event()
@@ -64,13 +81,15 @@ class Hub:
         port = await self._bind()
         here = Holder(settings.endpoint(port), settings.instance_id(port), new_incarnation())
         setup_logging(self._config.logging, SERVICE, here.instance_id)
-        attributes = {"service.instance.id": here.instance_id}
-        self._tracing = Tracing.from_config(self._config.telemetry, SERVICE, attributes)
+        telemetry = self._telemetry = WorkerTelemetry(
+            self._config.telemetry, here.instance_id, settings.role.name.lower()
+        )
+        telemetry.watch(self._load, lambda: self._registration is not None and self._registration.is_member)
         self._lock = await acquire(settings.state_dir, here.instance_id, here.incarnation)
-        engine = self._engine = self._make_engine(here.instance_id, self._lock)
+        engine = self._engine = self._make_engine(here, self._lock, telemetry)
         description = await engine.start()
-        self._start_handoff(here, engine, description, self._lock, self._tracing)
-        self._servicer.serve(Serving(engine, here, self._load, self._tracing))
+        self._start_handoff(here, engine, description, self._lock, telemetry)
+        self._servicer.serve(Serving(engine, here, self._load, telemetry.legs))
         await self._register(here, description)
         logger.info("serving %s as %s at %s (%s)", settings.model, settings.role_name, here.endpoint, description.name)
 
@@ -87,21 +106,26 @@ class Hub:
         self._health_task = asyncio.create_task(self._follow_health())
         return port
 
-    def _make_engine(self, instance_id: str, lock: InstanceLock) -> ProcessEngine:
-        worker = self._config.worker.model_copy(update={"instance_id": instance_id})
-        launch = EngineLaunch(
-            config=self._config.model_copy(update={"worker": worker}),
-            environment=self._environment,
-            with_rank=self._settings.transfer is not None,
-            start_timeout_s=self._settings.engine_start_timeout_s,
-            lock_fd=lock.fd,
-        )
-        return ProcessEngine(
-            launch, instance_id, on_transfer=self._from_scheduler, on_rank=self._from_rank, on_load=self._on_load
+    def _make_engine(self, here: Holder, lock: InstanceLock, telemetry: WorkerTelemetry) -> ProcessEngine:
+        return make_engine(
+            self._config,
+            self._settings,
+            here,
+            self._environment,
+            lock.fd,
+            on_transfer=self._from_scheduler,
+            on_rank=self._from_rank,
+            on_load=self._on_load,
+            on_end=telemetry.legs.reported,
         )
 
     def _start_handoff(
-        self, here: Holder, engine: ProcessEngine, description: EngineDescription, lock: InstanceLock, tracing: Tracing
+        self,
+        here: Holder,
+        engine: ProcessEngine,
+        description: EngineDescription,
+        lock: InstanceLock,
+        telemetry: WorkerTelemetry,
     ) -> None:
         if self._settings.transfer is None:
             return
@@ -114,7 +138,7 @@ class Hub:
             engine,
             description,
             exited_incarnations=lock.exited,
-            tracing=tracing,
+            telemetry=telemetry,
             tls=self._config.tls,
             on_pair=self._on_pair,
             stop_instance=self._give_up,
@@ -132,6 +156,8 @@ class Hub:
             tokens_per_block=description.tokens_per_block,
             engine=description.name,
             total_blocks=description.total_blocks,
+            keying=self._keying(description),
+            possible_roles=self._roles.possible,
         )
         self._registration = Registration(
             self._settings.coordinator,
@@ -139,9 +165,19 @@ class Hub:
             tls=self._config.tls,
             on_peers=self._on_peers,
             on_member=lambda _: self._health_changed.set(),
+            on_order=self._follow_order,
+            kv_events=None if self._engine is None else self._engine.kv_events,
         )
         self._registration.set_load(self._load())
         await self._registration.start(self._settings.start_timeout_s)
+
+    def _keying(self, description: EngineDescription) -> Keying | None:
+        """How the engine names its reusable blocks; None when it keeps none."""
+        if not self._config.engine.prefix_caching:
+            return None
+        return Keying(
+            description.weights_digest, description.attention_digest, description.kv_dtype, description.tokens_per_block
+        )
 
     async def run(self, stopping: asyncio.Event) -> str | None:
         """Serve until `stopping`, then drain: None. The reason, one line, when the engine process ends before that or
@@ -151,12 +187,13 @@ class Hub:
             raise RuntimeError("run before start")
         stop = asyncio.create_task(stopping.wait())
         try:
-            ends = [stop, engine.exited, registration.refused, self._given_up]
+            ends = [stop, engine.exited, registration.refused, self._given_up, self._drain_order]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
         self._leaving = True
         self._health_changed.set()
+        await self._roles.close()
         registration.set_draining()
         if self._given_up.done():
             return self._given_up.result()
@@ -170,7 +207,7 @@ class Hub:
 
     async def _drain(self, engine: ProcessEngine) -> None:
         """No new work; what runs and what is held may take worker.drain_s."""
-        drain_s = self._settings.drain_s
+        drain_s = self._drain_order.result() if self._drain_order.done() else self._settings.drain_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain_s
         logger.info("draining %d requests, at most %g s", engine.open_requests, drain_s)
@@ -180,6 +217,37 @@ class Hub:
                 await self._handoff.drain(max(0.0, deadline - loop.time()))
         except TimeoutError:
             logger.warning("%d requests are still open after %g s (worker.drain_s)", engine.open_requests, drain_s)
+
+    def _follow_order(self, order: Order) -> None:
+        """What an operator wants, by way of the coordinator."""
+        registration = self._registration
+        if registration is None or self._leaving:
+            return
+        match order:
+            case DrainOrder(deadline_s):
+                if not self._drain_order.done():
+                    self._drain_order.set_result(self._settings.drain_s if deadline_s is None else deadline_s)
+            case RoleOrder():
+                self._roles.order(order, RoleEdges(registration.set_role, self._without_work, self._take_role))
+
+    async def _without_work(self, deadline_s: float) -> None:
+        """Returns when nothing is open. Raises TimeoutError."""
+        if self._engine is None or self._handoff is None:
+            raise RuntimeError("a change of role before the start")
+        async with asyncio.timeout(deadline_s):
+            await self._engine.idle()
+            await self._handoff.drain(deadline_s)
+
+    async def _take_role(self, role: InstanceRole) -> None:
+        """Raises TimeoutError when work of the old role that came last does not end."""
+        self._servicer.set_role(role)
+        try:
+            await self._without_work(_LAST_LEGS_S)
+        except TimeoutError:
+            self._servicer.set_role(self._roles.role)
+            raise
+        if self._handoff is not None:
+            await self._handoff.set_role(role)
 
     async def close(self) -> None:
         """Leave: engine process, reports to the peers, membership, server. Works after any part of `start`."""
@@ -197,8 +265,8 @@ class Hub:
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.shutdown)
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.shutdown)
         if self._lock is not None:
             self._lock.release()
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc.aio
-from isthmus.v1 import common_pb2, worker_service_pb2, worker_service_pb2_grpc
+from isthmus.v1 import common_pb2, timeline_pb2, worker_service_pb2, worker_service_pb2_grpc
 
 from isthmus_core.errors import InvalidRequest, IsthmusError, NoCapacity
+from isthmus_core.logs import about
 from isthmus_core.rpc import abort_with, incoming_trace
-from isthmus_core.tracing import Tracing
 from isthmus_worker.engine import (
     ContextReady,
     Engine,
@@ -26,19 +26,23 @@ from isthmus_worker.engine import (
     RequestType,
     Tokens,
 )
-from isthmus_worker.hub.spans import LegSpan
+from isthmus_worker.hub.leg_telemetry import LegTelemetry
 from isthmus_worker.wire.requests import key_from_pb, request_from_pb
 from isthmus_worker.wire.responses import event_to_pb, load_to_pb
+from isthmus_worker.wire.timelines import timeline_to_pb
 from kvtransfer.ports import Holder
 from kvtransfer.rank_info import InstanceRole
 
 logger = logging.getLogger(__name__)
 
 _SERVED = {
-    InstanceRole.CONTEXT: RequestType.CONTEXT_ONLY,
-    InstanceRole.GENERATION: RequestType.GENERATION_ONLY,
-    InstanceRole.CONTEXT_AND_GENERATION: RequestType.CONTEXT_AND_GENERATION,
+    InstanceRole.CONTEXT: (RequestType.CONTEXT_ONLY,),
+    # A prompt that costs less to compute than to fetch is a generation instance's own.
+    InstanceRole.GENERATION: (RequestType.GENERATION_ONLY, RequestType.CONTEXT_AND_GENERATION),
+    InstanceRole.CONTEXT_AND_GENERATION: (RequestType.CONTEXT_AND_GENERATION,),
 }
+# Legs that GetTimeline lists when no request is named.
+_LATEST = 20
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -49,15 +53,19 @@ class Serving:
     engine: Engine
     here: Holder
     load: Callable[[], EngineLoad]
-    tracing: Tracing
+    legs: LegTelemetry
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """Runs legs. Until `serve` is called every call is refused as UNAVAILABLE."""
 
     def __init__(self, role: InstanceRole) -> None:
-        self._role = role
+        self._role, self._role_changed = role, False
         self._serving: Serving | None = None
+
+    def set_role(self, role: InstanceRole) -> None:
+        """Legs of this role only from now on."""
+        self._role, self._role_changed = role, True
 
     def serve(self, serving: Serving) -> None:
         """The engine is ready."""
@@ -93,8 +101,22 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             incarnation=serving.here.incarnation,
             role=common_pb2.InstanceRole.Name(self._role.value),
             load=load_to_pb(serving.load()),
-            open_spans=serving.tracing.open_spans(),
+            open_spans=serving.legs.tracing.open_spans(),
         )
+
+    async def GetTimeline(
+        self, request: timeline_pb2.GetTimelineRequest, context: _Context
+    ) -> timeline_pb2.GetTimelineResponse:
+        """Where the time of recent requests went."""
+        try:
+            serving = self._ready()
+        except IsthmusError as error:
+            await abort_with(context, error)
+        timelines = serving.legs.timelines
+        wanted = request.request_id
+        legs = timelines.of(wanted) if wanted else timelines.latest(request.limit or _LATEST)
+        instance_id = serving.here.instance_id
+        return timeline_pb2.GetTimelineResponse(legs=[timeline_to_pb(one, instance_id) for one in legs])
 
     def _ready(self) -> Serving:
         if self._serving is None:
@@ -105,21 +127,26 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         serving = self._ready()
         request = request_from_pb(pb, incoming_trace(context))
         served = _SERVED[self._role]
-        if request.request_type is not served:
-            remedy = f"instance {serving.here.instance_id} ({self._role.name}) runs {served.name} legs only"
+        if request.request_type not in served:
+            names = " and ".join(leg.name for leg in served)
+            remedy = f"instance {serving.here.instance_id} ({self._role.name}) runs {names} legs only"
+            if self._role_changed:  # placed before that: another try goes elsewhere
+                raise NoCapacity(f"{remedy}: it has changed its role")
             raise InvalidRequest("request_type", request.request_type.name, remedy)
-        span = LegSpan(serving.tracing, request, serving.here.instance_id)
+        span = serving.legs.begin(request)
         request = replace(request, trace=span.context)
         reasons: list[FinishReason] = []
         try:
             last = await self._stream(serving, request, context, reasons)
         except IsthmusError as error:
-            span.fail(error.message)
+            span.fail(error.code.name.lower(), error.message)
+            logger.info("leg failed: %s", error.message, extra=about(request.key, span.context))
             raise
         except BaseException:
             remaining = cast("float | None", context.time_remaining())  # None without a deadline
             late = remaining is not None and remaining <= 0
-            span.fail("the deadline passed" if late else "the caller went away")
+            outcome = ("deadline_exceeded", "the deadline passed") if late else ("cancelled", "the caller went away")
+            span.fail(*outcome)
             raise
         if isinstance(last, ContextReady | Finished):
             _log_recovery(request, last.report)
@@ -144,7 +171,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         except BaseException as error:
             engine.abort(request.key)
             if not isinstance(error, asyncio.CancelledError):
-                logger.info("leg %s ends early: %r", request.key, error, extra={"request_id": request.key.request_id})
+                logger.info("leg %s ends early: %r", request.key, error, extra=about(request.key, request.trace))
             raise
         return last
 
@@ -155,4 +182,4 @@ def _log_recovery(request: EngineRequest, report: LegReport) -> None:
         how = "its prompt was computed here" if report.recomputed else "another try came through"
         reasons = "; ".join(report.handoff_failures)
         key = request.key
-        logger.warning("hand-off of %s failed (%s): %s", key, reasons, how, extra={"request_id": key.request_id})
+        logger.warning("hand-off of %s failed (%s): %s", key, reasons, how, extra=about(key, request.trace))

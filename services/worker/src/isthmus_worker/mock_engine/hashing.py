@@ -3,6 +3,7 @@
     base(token, position)        = mix(mix(seed) ^ (token * A + position * B))
     word(token, position, inner) = mix(base(token, position) ^ salt(inner))      inner = (layer, K or V, word)
     state(n)                     = sum over positions p < n:  weight(p) * sum over inner:  coefficient(inner) * word
+                                   of a layer with a window only over p >= n - window
     next token after n tokens    = 32 + mix(state(n) + n * C) mod 95             printable ASCII
 
 Weights and coefficients are odd: one wrong word always changes the state, and words at exchanged positions do too.

@@ -1,35 +1,49 @@
-"""The mock's KV memory: slot-major like the reference engine's, so that hand-offs do the same work.
+"""The mock's KV memory, laid out as the reference engine's, so that hand-offs do the same work.
 
-    slot | layer 0                  | layer 1 ...
-         | K [token][word] | V ...  |
-
-A word is 8 bytes; a token has bytes_per_token / 8 of them for K and as many for V, in each layer.
+A row of `isthmus_worker.cache.layout`, K or V of one token in one layer, is bytes_per_token / 8 words of 8 bytes.
 """
 
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isthmus_core.errors import StartError
-from kvtransfer.page_table import HeadInterval
-from kvtransfer.storage import describe_attention_pool
+from isthmus_worker.cache.layout import describe_cache, memory_bytes, plan_pools
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from isthmus_worker.cache.layout import CacheShape, Pool
     from kvtransfer.page_table import PageTable
 
 
-class KvMemory:
-    """Zeroed, page-aligned memory that never moves. Raises StartError when it does not fit."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers of one group: `words` uint64[blocks, layer of the pool, K V, token, word], of which it has `within`.
+    `number`: its block list; `layers`: of the model; `window`: as in the page table."""
 
-    def __init__(self, num_blocks: int, layers: int, tokens_per_block: int, bytes_per_token: int) -> None:
-        self.layers, self.tokens_per_block = layers, tokens_per_block
-        self.block_bytes = layers * 2 * tokens_per_block * bytes_per_token
-        size = num_blocks * self.block_bytes
+    words: NDArray[np.uint64]
+    within: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    number: int
+    window: int | None
+
+
+class KvMemory:
+    """Zeroed, page-aligned memory that never moves. Raises StartError when it does not fit.
+
+    `parts`: its layers, by group.
+    """
+
+    def __init__(self, shape: CacheShape, num_blocks: Sequence[int]) -> None:
+        self._shape, self._pools = shape, plan_pools(shape, num_blocks)
+        size = memory_bytes(self._pools)
         try:
             memory = np.zeros(size + mmap.PAGESIZE, np.uint8)
         except MemoryError as error:
@@ -38,22 +52,36 @@ class KvMemory:
             ) from error
         begin = -memory.ctypes.data % mmap.PAGESIZE
         self._memory = memory[begin : begin + size]
-        # uint64[blocks, layer and K or V, token, word]
-        self.words: NDArray[np.uint64] = self._memory.view(np.uint64).reshape(
-            num_blocks, layers * 2, tokens_per_block, bytes_per_token // 8
-        )
+        self.parts = tuple(part for pool in self._pools for part in self._parts(pool))
 
-    def zero(self) -> None:
-        """Back to the state after construction."""
-        self._memory.fill(0)
+    def _parts(self, pool: Pool) -> list[Part]:
+        """The groups in a pool."""
+        groups, words = self._shape.groups, self._words(pool)
+        layers = np.array([self._shape.layers[place] for place in pool.layers], np.int64)
+        of = np.array(groups.of_layer, np.int64)[layers]
+        return [
+            Part(words, np.flatnonzero(of == group), layers[of == group], pool.number, window)
+            for group, window in enumerate(groups.windows)
+            if (of == group).any()
+        ]
+
+    def _words(self, pool: Pool) -> NDArray[np.uint64]:
+        tokens, words = self._shape.tokens_per_block, self._shape.row_bytes // 8
+        flat = self._memory[pool.offset : pool.offset + pool.size].view(np.uint64)
+        strides = (pool.block_stride, pool.layer_stride, self._shape.half_bytes, words * 8, 8)
+        return np.lib.stride_tricks.as_strided(flat, (pool.num_blocks, len(pool.layers), 2, tokens, words), strides)
+
+    def zero(self, block: int) -> None:
+        """A block of every list back to the state after construction."""
+        for part in self.parts:
+            part.words[block] = 0
+
+    def copy(self, src: NDArray[np.int32], dst: NDArray[np.int32], number: int) -> None:
+        """Whole blocks of one block list."""
+        for part in self.parts:
+            if part.number == number:
+                part.words[dst[:, None], part.within] = part.words[src[:, None], part.within]
 
     def page_table(self) -> PageTable:
         """The memory as the transfer library sees it. Checked."""
-        return describe_attention_pool(
-            base_address=int(self._memory.ctypes.data),
-            num_blocks=len(self.words),
-            block_bytes=self.block_bytes,
-            layers=range(self.layers),
-            kv_heads=HeadInterval(0, 1),
-            tokens_per_block=self.tokens_per_block,
-        )
+        return describe_cache(self._shape, self._pools, int(self._memory.ctypes.data))

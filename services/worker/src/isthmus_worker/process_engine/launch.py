@@ -12,10 +12,25 @@ from isthmus_core.config import IsthmusConfig
 
 
 @dataclass(frozen=True, slots=True)
+class Inherited:
+    """File descriptors that a rank inherits: the configuration and its ends of the sockets."""
+
+    config: int
+    scheduler: int | None
+    transfer: int | None
+    steps: tuple[int, ...] = ()
+
+    def all(self) -> list[int]:
+        """Those that there are."""
+        return [self.config, *(fd for fd in (self.scheduler, self.transfer) if fd is not None), *self.steps]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLaunch:
     """Everything a start needs.
 
-    `command` is followed by `--config`, `--scheduler-fd` and, where they apply, `--rank-fd` and `--lock-fd`.
+    `command` is followed by `--config` and, where they apply, `--rank`, `--scheduler-fd`, `--rank-fd`, `--lock-fd` and
+    `--step-fd`.
     The child reads `config` from an inherited file: it sees exactly the settings that the hub has checked, whatever
     happened to the user's file since.
     """
@@ -32,11 +47,19 @@ class EngineLaunch:
         file.write(json.dumps(self.config.model_dump(mode="json")).encode())
         file.seek(0)
 
-    def arguments(self, config_fd: int, scheduler_fd: int, rank_fd: int | None) -> list[str]:
-        """The whole command line."""
-        arguments = [*self.command, "--config", f"/dev/fd/{config_fd}", "--scheduler-fd", str(scheduler_fd)]
-        if rank_fd is not None:
-            arguments += ["--rank-fd", str(rank_fd)]
-        if self.lock_fd is not None:
-            arguments += ["--lock-fd", str(self.lock_fd)]
+    @property
+    def ranks(self) -> int:
+        """Processes of the instance."""
+        return self.config.parallel.world_size
+
+    def arguments(self, rank: int, sockets: Inherited) -> list[str]:
+        """The whole command line of a rank."""
+        arguments = [*self.command, "--config", f"/dev/fd/{sockets.config}"]
+        if rank:
+            arguments += ["--rank", str(rank)]
+        for name, fd in (("scheduler", sockets.scheduler), ("rank", sockets.transfer), ("lock", self.lock_fd)):
+            if fd is not None:
+                arguments += [f"--{name}-fd", str(fd)]
+        for fd in sockets.steps:
+            arguments += ["--step-fd", str(fd)]
         return arguments

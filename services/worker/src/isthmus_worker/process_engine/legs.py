@@ -107,7 +107,7 @@ class OpenLegs:
         match event:
             case LegTokens(_, tokens):
                 stream.put(tokens)
-            case LegEnded(_, end):
+            case LegEnded(end=end):
                 stream.put(end)
             case LegReleased(key):
                 # The engine always ends a leg before it releases it; a consumer must not wait for ever if it did not.

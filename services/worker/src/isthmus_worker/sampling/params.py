@@ -25,6 +25,8 @@ MAX_ANSWERS = 16
 MAX_LOGPROBS = 20
 # Ends of sequence, and some more: all are looked at with every token.
 MAX_STOP_TOKENS = 256
+# Longer than any prompt: whether the prompt is that long is the engine's to judge.
+MAX_RESUMED = 1 << 24
 _SEEDS = 1 << 64
 
 
@@ -60,10 +62,15 @@ def check_sampling(sampling: Sampling, vocab_size: int, field: str = "sampling")
 def _check_lengths(sampling: Sampling, field: str) -> None:
     if sampling.max_tokens < 1:
         raise InvalidRequest(f"{field}.max_tokens", str(sampling.max_tokens), "use at least 1")
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        raise InvalidRequest(
-            f"{field}.min_tokens", str(sampling.min_tokens), f"use 0 to max_tokens, which is {sampling.max_tokens}"
-        )
+    most = sampling.resumed + sampling.max_tokens
+    if not 0 <= sampling.min_tokens <= most:
+        raise InvalidRequest(f"{field}.min_tokens", str(sampling.min_tokens), f"use 0 to max_tokens, which is {most}")
+    for name, most in (("resumed", MAX_RESUMED), ("first_sample", MAX_ANSWERS - 1)):
+        value = getattr(sampling, name)
+        if not 0 <= value <= most:
+            raise InvalidRequest(f"{field}.{name}", str(value), f"use 0 to {most}")
+        if value and sampling.n > 1:
+            raise InvalidRequest(f"{field}.{name}", f"set with n = {sampling.n}", "resume each answer by itself")
 
 
 def _check_stop_tokens(sampling: Sampling, vocab_size: int, field: str) -> None:

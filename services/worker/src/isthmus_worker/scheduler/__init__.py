@@ -6,6 +6,7 @@ from isthmus_worker.scheduler.events import RequestReleased as RequestReleased
 from isthmus_worker.scheduler.events import RequestTokens as RequestTokens
 from isthmus_worker.scheduler.events import SchedulerEvent as SchedulerEvent
 from isthmus_worker.scheduler.handoffs import Handoffs as Handoffs
+from isthmus_worker.scheduler.handoffs import Held as Held
 from isthmus_worker.scheduler.handoffs import Transceiver as Transceiver
 from isthmus_worker.scheduler.limits import Limits as Limits
 from isthmus_worker.scheduler.memory import Memory as Memory

@@ -60,7 +60,9 @@ class Answer:
     """Mutable state of one answer; only the scheduler changes it.
 
     `tokens` int64[length]: prompt and output so far. The KV of the first `computed` of them is in the blocks.
-    `partial`: the KV of some tokens is there for some layers only, which is enough for this answer and for no other.
+    `reused`: blocks at its beginning that were here when it was admitted, and `whole`: the first block of which every
+    byte is there; both for each block list. A peer does not send what this answer does not see.
+    `drafts`: guesses of what comes next, for one step; `proposed`: those that the running step computes.
     `names`: of its full blocks from token 0, as far as they were needed; the first `committed` can be found by others.
     """
 
@@ -68,15 +70,18 @@ class Answer:
         "_buffer",
         "committed",
         "computed",
+        "drafts",
         "holder",
         "length",
         "names",
         "order",
-        "partial",
         "phase",
+        "proposed",
         "request",
+        "reused",
         "sample",
         "stepped",
+        "whole",
     )
 
     def __init__(self, request: Request, sample: int, first: Sequence[int], phase: Phase) -> None:
@@ -93,8 +98,11 @@ class Answer:
         self._buffer[: self.length] = (*prompt, *first)
         self.computed = 0
         self.committed = 0
-        self.partial = False
+        self.reused: tuple[int, ...] = ()
+        self.whole: tuple[int, ...] = ()
         self.names: list[bytes] = []
+        self.drafts: tuple[int, ...] = ()
+        self.proposed: tuple[int, ...] = ()
         # The step in which it last took part, and its row there.
         self.stepped: tuple[int, int] = (0, 0)
 
@@ -121,16 +129,26 @@ class Answer:
         return self._buffer[self.computed : self.computed + count]
 
     def prompt(self) -> NDArray[np.int64]:
-        """A view of the prompt."""
-        return self._buffer[: self.request.prompt_length]
+        """A view of the prompt, without what an earlier try has answered."""
+        return self._buffer[: self.request.said_from]
 
-    def output(self) -> NDArray[np.int64]:
-        """A view of the tokens after the prompt."""
-        return self._buffer[self.request.prompt_length : self.length]
+    def output(self, proposed: int = 0) -> NDArray[np.int64]:
+        """A view of the answer's tokens, those of an earlier try and so many proposed ones included."""
+        return self._buffer[self.request.said_from : self.length + proposed]
 
     def packed(self, begin: int, end: int) -> bytes:
         """Tokens [begin, end) as little-endian u32."""
         return self._buffer[begin:end].astype("<u4").tobytes()
+
+    def propose(self) -> None:
+        """Drafts stand behind the last token, as if they had been said; `append` puts what is really said in their
+        place."""
+        self.proposed, self.drafts = self.drafts, ()
+        self._buffer[self.length : self.length + len(self.proposed)] = self.proposed
+
+    def tokens(self) -> NDArray[np.int64]:
+        """A view of prompt and output."""
+        return self._buffer[: self.length]
 
     def append(self, token: int) -> None:
         """One more token. Raises InternalError beyond max_tokens."""

@@ -25,12 +25,14 @@ class RequestTokens:
 class ContextDone:
     """A context leg is over and its pages are offered. Ends the client's side, as RequestFinished does.
 
-    `first_tokens`: one chunk per answer; no RequestTokens told them before.
+    `first_tokens`: one chunk per answer; no RequestTokens told them before. `dp_rank`: the attention-dp group that has
+    the pages.
     """
 
     key: RequestKey
     first_tokens: tuple[Tokens, ...]
     report: LegReport
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ When both legs of a request start at once: intend, bind, offer in chunks, and th
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from isthmus_core.errors import HandoffExpired, InternalError, IsthmusError, ScheduleUnsupported, TransferFailed
@@ -28,7 +29,13 @@ class Transceiver(Protocol):
     """The part of `kvtransfer.transceiver.scheduler.SchedulerTransceiver` that the scheduler uses."""
 
     def respond_and_send_async(
-        self, key: RequestKey, tokens: TokenRange, sources: Sequence[RankBlocks], *, is_last: bool = True
+        self,
+        key: RequestKey,
+        tokens: TokenRange,
+        sources: Sequence[RankBlocks],
+        *,
+        is_last: bool = True,
+        dp_rank: int = 0,
     ) -> None: ...
 
     def bind_context(self, key: RequestKey, dp_rank: int = 0) -> None: ...
@@ -54,31 +61,44 @@ class Transceiver(Protocol):
     def cancel_request(self, key: RequestKey) -> bool: ...
 
 
-class Handoffs:
-    """One rank (0) and `layer_groups` groups that share a block table.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Layer group `group` of the page table of rank `rank`; its blocks are those of list `block_list` of a sequence."""
 
-    `hold_s`: how long a context instance holds pages, for the text of the error. `window`: tokens of the smallest
-    sliding window of any group.
+    rank: int
+    group: int
+    block_list: int = 0
+
+
+class Handoffs:
+    """Of one attention-dp group, `dp_rank`, whose ranks hold what `held` says. Blocks are given as one array for each
+    block list of the cache. `hold_s`: how long a context instance holds pages, for the text of the error.
+    `reserve_early`: a generation leg takes its pages before its context leg is scheduled.
     """
 
-    def __init__(self, transceiver: Transceiver, layer_groups: int, hold_s: float, window: int | None = None) -> None:
-        self._transceiver, self._layer_groups, self._hold_s = transceiver, layer_groups, hold_s
-        self._window = window
-
-    def brings_all(self, request: Request) -> bool:
-        """True when a hand-off writes the KV of every token of a prompt: of a layer with a window only those come that
-        the next token can see."""
-        return self._window is None or request.prompt_length <= self._window
+    def __init__(
+        self,
+        transceiver: Transceiver,
+        held: Sequence[Held],
+        hold_s: float,
+        dp_rank: int = 0,
+        *,
+        reserve_early: bool = False,
+    ) -> None:
+        self._transceiver, self._held, self._hold_s = transceiver, tuple(held), hold_s
+        self.dp_rank, self.reserve_early = dp_rank, reserve_early
 
     def bind(self, request: Request) -> None:
         """The context leg is scheduled: a generation leg that waits for it may expose its pages."""
-        self._transceiver.bind_context(request.key)
+        self._transceiver.bind_context(request.key, self.dp_rank)
 
-    def offer(self, request: Request, blocks: NDArray[np.int32], end: int) -> None:
+    def offer(self, request: Request, blocks: tuple[NDArray[np.int32], ...], end: int) -> None:
         """Offers the KV of the prompt up to token `end`, whose blocks are given. They stay pinned until the
         SendOutcome."""
         tokens, is_last = TokenRange(request.offered, end), end == request.prompt_length
-        self._transceiver.respond_and_send_async(request.key, tokens, self._lists(blocks), is_last=is_last)
+        self._transceiver.respond_and_send_async(
+            request.key, tokens, self._lists(blocks), is_last=is_last, dp_rank=self.dp_rank
+        )
         request.offered = end
 
     def send_first(self, request: Request, first_tokens: Sequence[Tokens]) -> None:
@@ -100,14 +120,22 @@ class Handoffs:
         except ValueError as error:
             raise TransferFailed(request.key, _holder(request).instance_id, f"first tokens: {error}") from error
 
-    def receive(self, request: Request, blocks: NDArray[np.int32]) -> None:
-        """Exposes blocks and asks for the KV of the prompt. They stay exposed until a settled ReceiveOutcome.
+    def receive(self, request: Request, blocks: tuple[NDArray[np.int32], ...], begins: tuple[int, ...]) -> None:
+        """Exposes blocks and asks for the KV of the prompt from token `begins` on; the first block of each list holds
+        it. They stay exposed until a settled ReceiveOutcome.
 
         The executor is synchronous: no kernel of a former owner of the blocks is running.
         """
-        tokens = TokenRange(0, request.prompt_length)
+        tokens = TokenRange(min(begins), request.prompt_length)
         self._transceiver.request_and_receive_async(
-            ReceiveRequest(request.key, tokens, self._lists(blocks), _holder(request), request.source.trace)
+            ReceiveRequest(
+                request.key,
+                tokens,
+                self._lists(blocks, begins),
+                replace(_holder(request), dp_rank=request.context_dp),
+                request.source.trace,
+                dp_rank=self.dp_rank,
+            )
         )
 
     def cancel(self, key: RequestKey) -> bool:
@@ -147,8 +175,11 @@ class Handoffs:
             return ScheduleUnsupported(_holder(request).instance_id, news.reason)
         return TransferFailed(request.key, _holder(request).instance_id, news.reason)
 
-    def _lists(self, blocks: NDArray[np.int32]) -> tuple[RankBlocks, ...]:
-        return tuple(RankBlocks(0, group, blocks) for group in range(self._layer_groups))
+    def _lists(self, blocks: tuple[NDArray[np.int32], ...], begins: tuple[int, ...] = ()) -> tuple[RankBlocks, ...]:
+        return tuple(
+            RankBlocks(one.rank, one.group, blocks[one.block_list], begins[one.block_list] if begins else 0)
+            for one in self._held
+        )
 
 
 def _holder(request: Request) -> Holder:

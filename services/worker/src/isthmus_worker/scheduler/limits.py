@@ -8,16 +8,19 @@ from isthmus_core.errors import InvalidRequest
 from isthmus_worker.engine import EngineRequest, RequestType, Sampling, Tokens
 from isthmus_worker.sampling import check_sampling
 
-_LEG_OF_ROLE = {
-    "context": RequestType.CONTEXT_ONLY,
-    "generation": RequestType.GENERATION_ONLY,
-    "context_and_generation": RequestType.CONTEXT_AND_GENERATION,
+_LEGS_OF_ROLE = {
+    "context": (RequestType.CONTEXT_ONLY,),
+    "generation": (RequestType.GENERATION_ONLY, RequestType.CONTEXT_AND_GENERATION),
+    "context_and_generation": (RequestType.CONTEXT_AND_GENERATION,),
+    # The hub knows the role of the moment and refuses what is not for it.
+    "any": tuple(RequestType),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of the model, the cache and the batch. `role` as in worker.role."""
+    """Sizes of the model, the cache and the batch. `role` as in worker.role, or "any" where that can change.
+    `draft_tokens`: guesses that a context leg sends along with its first token."""
 
     role: str
     vocab_size: int
@@ -27,13 +30,15 @@ class Limits:
     max_running: int
     max_batch_tokens: int
     max_waiting: int
+    draft_tokens: int = 0
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest when the request can never run here, naming the field and what would be accepted."""
-        leg = _LEG_OF_ROLE[self.role]
-        if request.request_type is not leg:
+        legs = _LEGS_OF_ROLE[self.role]
+        if request.request_type not in legs:
+            names = " and ".join(leg.name for leg in legs)
             raise InvalidRequest(
-                "request_type", request.request_type.name, f"this instance has role {self.role} and takes {leg.name}"
+                "request_type", request.request_type.name, f"this instance has role {self.role} and takes {names}"
             )
         self._check_tokens("prompt", request.prompt)
         check_sampling(request.sampling, self.vocab_size)
@@ -75,6 +80,8 @@ class Limits:
             raise InvalidRequest(field, f"answers {samples}", f"send one chunk for each answer in [0, {sampling.n})")
         for chunk in chunks:
             self._check_tokens(field, chunk.ids)
+            if chunk.drafts:
+                self._check_tokens(f"{field}.draft_tokens", chunk.drafts)
             if len(chunk.ids) > sampling.max_tokens:
                 raise InvalidRequest(field, f"{len(chunk.ids)} tokens", f"at most {sampling.max_tokens} (max_tokens)")
         going_on = [chunk.ids for chunk in chunks if chunk.reason is None]
@@ -91,6 +98,8 @@ class Limits:
 
     def _check_length(self, request: EngineRequest) -> None:
         prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
+        if request.sampling.resumed >= prompt:
+            raise InvalidRequest("sampling.resumed_tokens", str(request.sampling.resumed), f"use less than {prompt}")
         if prompt >= self.max_model_len:
             raise InvalidRequest(
                 "prompt",

@@ -12,18 +12,19 @@ if TYPE_CHECKING:
 
     from isthmus_core.errors import IsthmusError
     from isthmus_core.keys import RequestKey
+    from isthmus_worker.cache.base import Copy
     from isthmus_worker.scheduler.memory import Memory
     from isthmus_worker.scheduler.places import Places
     from isthmus_worker.scheduler.request import Request
 
 
 class Live:
-    """All requests of which anything is left. `copies`: (from, to) blocks that the next step has to copy first."""
+    """All requests of which anything is left. `copies`: blocks that the next step has to copy first."""
 
     def __init__(self, places: Places, memory: Memory, emit: Callable[[SchedulerEvent], None]) -> None:
         self._places, self._memory, self.emit = places, memory, emit
         self.requests: dict[RequestKey, Request] = {}
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[Copy] = []
 
     def finish(self, request: Request, error: IsthmusError | None) -> None:
         """The end of the client's side, once."""
@@ -64,10 +65,9 @@ class Live:
         for first in request.parting(request.lead):
             child = Answer(request, first.sample, first.ids, Phase.DECODE)
             if first.reason is not None:
-                self._memory.blocks.free(child.holder)
+                self._memory.cache.free(child.holder)
                 continue
-            if (copy := self._memory.part(request.lead, child)) is not None:
-                self.copies.append(copy)
+            self.copies += self._memory.part(request.lead, child)
             request.answers.append(child)
             self._places.join(child)
         request.unborn = []

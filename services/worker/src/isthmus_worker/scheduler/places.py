@@ -43,10 +43,14 @@ class Places:
         if taken + _width(answer) > self._max_running:
             return None
         needs_cache = answer.request.needs_cache
-        if not self._memory.admit(answer, reuse=not needs_cache):
+        # What a peer writes can not be taken back for a while: what is decoded here keeps room for its next tokens.
+        spare = self.spare_blocks() if needs_cache else 0
+        if not self._memory.admit(answer, receive=needs_cache, spare=spare):
             return None
         del self.waiting[0]
         answer.move(Phase.RECEIVING if needs_cache else Phase.PREFILL)
+        if not needs_cache:
+            answer.drafts = ()
         insort(self.running, answer, key=_by_age)
         return answer
 
@@ -73,26 +77,28 @@ class Places:
     def requeue(self, answer: Answer) -> None:
         """Out of the batch and back into the queue, without its blocks."""
         answer.move(Phase.WAITING)
+        answer.request.preempted()
         self.running.remove(answer)
-        if self._memory.blocks.held(answer.holder):
+        if self._memory.cache.holds(answer.holder):
             self._memory.release(answer)
         answer.computed = answer.committed = 0
         insort(self.waiting, answer, key=_by_age)
 
-    def room_for(self, answer: Answer, step: int) -> bool:
-        """Makes sure that the next tokens of a decoding answer have blocks. False when it can not take part in the step
+    def spare_blocks(self) -> int:
+        """Blocks that running answers may need for their next tokens: one for each that decodes."""
+        return sum(one.phase is Phase.DECODE for one in self.running)
+
+    def room_for(self, answer: Answer, count: int, step: int) -> bool:
+        """Makes sure that the next `count` tokens of an answer have blocks. False when it can not take part in the step
         `step`: it had to give up its own, or those who could give theirs are in the step already."""
-        more = self._memory.more_for(answer)
-        if not more:
-            return True
-        while not self._memory.blocks.can_allocate(more):
+        while not self._memory.can_step(answer, count):
             youngest = next(one for one in reversed(self.running) if one.phase not in PINNED)
             if youngest.stepped[0] == step:
                 return False
             self.requeue(youngest)
             if youngest is answer:
                 return False
-        self._memory.blocks.grow(answer.holder, more)
+        self._memory.step(answer, count)
         return True
 
     def running_requests(self) -> set[RequestKey]:
@@ -101,12 +107,12 @@ class Places:
 
     def check_empty(self) -> None:
         """Raises InternalError for a leak."""
-        blocks = self._memory.blocks
-        blocks.check_integrity()
-        if self.waiting or self.running or blocks.used:
+        cache = self._memory.cache
+        cache.check_integrity()
+        if self.waiting or self.running or cache.used:
             raise InternalError(
                 f"nothing is left to do, but {len(self.waiting)} answers wait, {len(self.running)} run and "
-                f"{blocks.used} blocks are held"
+                f"{cache.used} blocks are held"
             )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isthmus_worker.engine import FinishReason, HandoffReport, LegReport, RequestType, Tokens
+from isthmus_worker.marks import MAX_MARKS, Mark, MarkKind
 from isthmus_worker.runner import Draw
 from isthmus_worker.scheduler.answer import Answer, Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from isthmus_worker.engine import EngineRequest
     from isthmus_worker.runner import Drawn
 
@@ -21,12 +24,15 @@ class Request:
     """
 
     __slots__ = (
+        "accepted_drafts",
         "admitted_at",
         "answers",
         "arrival",
         "bound",
         "cached_tokens",
+        "context_dp",
         "decode_from",
+        "drafts",
         "first",
         "handoff",
         "handoff_failures",
@@ -34,6 +40,7 @@ class Request:
         "last_token_at",
         "lead",
         "leg_tokens",
+        "marks",
         "offered",
         "over",
         "prefilled_at",
@@ -58,6 +65,10 @@ class Request:
         # Context leg whose pages a generation leg may ask for since it was scheduled. Prompt tokens that are offered.
         self.bound = False
         self.offered = 0
+        # Generation leg: the attention-dp group of the context instance that has its prompt.
+        self.context_dp = 0 if phase is None else phase.holder.dp_rank
+        # Guesses that were tried, and the right ones among them.
+        self.drafts = self.accepted_drafts = 0
         # Tokens made by this leg.
         self.leg_tokens = 0
         # The client's side is over.
@@ -74,6 +85,7 @@ class Request:
         self.prefilled_at: float | None = None
         self.decode_from: float | None = None
         self.last_token_at: float | None = None
+        self.marks: list[Mark] = []
         self.handoff: HandoffReport | None = None
 
     def start(self, phase: Phase) -> None:
@@ -81,6 +93,7 @@ class Request:
         chunks = self.first or [Tokens((), sample) for sample in range(self.source.sampling.n)]
         lead, *rest = [one for one in chunks if one.reason is None]
         self.lead = Answer(self, lead.sample, lead.ids, phase)
+        self._guess(lead)
         self.unborn: list[Tokens] = rest
         self.answers: list[Answer] = [self.lead]
 
@@ -89,7 +102,13 @@ class Request:
         own, *self.unborn = first
         for token in own.ids:
             self.lead.append(token)
+        self._guess(own)
         return own
+
+    def _guess(self, first: Tokens) -> None:
+        """Drafts of a request with one answer, as far as it may get when one token more than them is right."""
+        if self.source.sampling.n == 1:
+            self.lead.drafts = first.drafts[: max(0, self.source.sampling.max_tokens - len(first.ids) - 1)]
 
     @property
     def leg(self) -> RequestType:
@@ -100,6 +119,11 @@ class Request:
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.source.prompt)
+
+    @property
+    def said_from(self) -> int:
+        """Where the answer begins: before the end of the prompt when an earlier try has made some of it."""
+        return len(self.source.prompt) - self.source.sampling.resumed
 
     @property
     def needs_cache(self) -> bool:
@@ -119,7 +143,11 @@ class Request:
         """What is wanted of the logits after all tokens of an answer: its next token, and the first ones of those that
         part from it."""
         sampling = self.source.sampling
-        own = Draw(sampling, answer.sample, answer.prompt(), answer.output())
+        sample, count = sampling.first_sample + answer.sample, len(answer.proposed)
+        if count:
+            places = range(count + 1)
+            return tuple(Draw(sampling, sample, answer.prompt(), answer.output(at), count - at) for at in places)
+        own = Draw(sampling, sample, answer.prompt(), answer.output())
         if answer is not self.lead or not self.unborn or self.leg is RequestType.GENERATION_ONLY:
             return (own,)
         # None of them has an output yet.
@@ -156,7 +184,25 @@ class Request:
             cached_tokens=self.cached_tokens or 0,
             handoff_failures=tuple(self.handoff_failures),
             recomputed=self.recomputed,
+            draft_tokens=self.drafts,
+            accepted_draft_tokens=self.accepted_drafts,
+            marks=tuple(self._marks()),
         )
+
+    def preempted(self) -> None:
+        """It has given its blocks back, after its last step."""
+        if self.last_token_at is not None and len(self.marks) < MAX_MARKS:
+            self.marks.append(Mark(MarkKind.PREEMPTED, self.last_token_at))
+
+    def _marks(self) -> Iterator[Mark]:
+        """In order of their beginnings, nearly: a preempted request goes back to computing chunks."""
+        if self.admitted_at is not None:
+            yield Mark(MarkKind.QUEUE, self.submitted_at, self.admitted_at - self.submitted_at)
+        yield from self.marks
+        if self.prefilled_at is not None:
+            yield Mark(MarkKind.FIRST_TOKEN, self.prefilled_at)
+        if (decoding := _between(self.decode_from, self.last_token_at)) is not None and self.decode_from is not None:
+            yield Mark(MarkKind.DECODE, self.decode_from, decoding)
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

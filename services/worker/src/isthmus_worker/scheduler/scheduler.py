@@ -18,11 +18,14 @@ A request with n answers is one prefill (or one hand-off) of its lead answer; th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isthmus_core.errors import DuplicateRequest, InternalError, InvalidRequest, Overloaded, RequestCancelled
 from isthmus_worker.engine import EngineLoad, EngineRequest, KvEvent, RequestType, Tokens
+from isthmus_worker.marks import add_chunk
 from isthmus_worker.scheduler.answer import Answer, Phase
+from isthmus_worker.scheduler.drafts import joined, kept, look_up
 from isthmus_worker.scheduler.events import RequestTokens, SchedulerEvent
 from isthmus_worker.scheduler.live import Live
 from isthmus_worker.scheduler.places import Places
@@ -61,6 +64,7 @@ class Scheduler:
         self._transfers = None if handoffs is None else Transfers(handoffs, limits, self._live, self._places, memory)
         self._rate = ServiceRate()
         self._arrivals = self._steps = 0
+        self._planned_at = 0.0
 
     @property
     def live(self) -> int:
@@ -103,6 +107,7 @@ class Scheduler:
         """The next step. Without rows nothing can be computed until a request, an abort or an outcome comes; copies are
         to be made all the same."""
         self._steps += 1
+        self._planned_at = now
         step = StepPlan(self._steps, self._limits.max_batch_tokens, self._live.copies)
         self._live.copies = []
         decoding = [one for one in self._places.running if one.phase is Phase.DECODE]
@@ -112,11 +117,12 @@ class Scheduler:
             decoding.sort(key=lambda one: one.stepped)
         self._decode(step, decoding, share, now)
         self._admit(now)
-        for answer in self._places.running:
+        for answer in list(self._places.running):
             if not step.left:
                 break
-            if answer.phase is Phase.PREFILL:
-                step.add(answer, self._memory.table(answer))
+            fits = answer.phase is Phase.PREFILL and self._places.room_for(answer, step.share(answer), step.number)
+            if fits:
+                step.add(answer, self._memory.lists(answer))
         self._decode(step, decoding, 0, now)
         self._tell_cache()
         return step
@@ -126,15 +132,22 @@ class Scheduler:
         for index, (answer, row) in enumerate(zip(step.answers, step.rows, strict=True)):
             if answer.phase is Phase.RELEASED:
                 continue  # another answer of its request has failed in this step
-            answer.computed += len(row.token_ids)
+            if answer.phase is Phase.PREFILL:
+                begin, end = answer.computed, answer.computed + len(row.token_ids)
+                add_chunk(answer.request.marks, begin, end, self._planned_at, now)
+            tried, answer.proposed = answer.proposed, ()
+            taken = drawn[index][: kept(drawn[index], tried)] if tried and drawn[index] else drawn[index]
+            answer.computed += len(row.token_ids) - (1 + len(tried) - len(taken) if tried else 0)
             if index in failed:
                 self._fail(answer.request)
                 continue
             self._memory.commit(answer)
             if answer.request.unborn and answer.request.received and answer.computed >= answer.request.prompt_length:
                 self._live.part(answer.request)
-            if row.draws:
-                self._take(answer, drawn[index], now)
+            if tried:
+                self._take_guessed(answer, taken, len(tried), now)
+            elif row.draws:
+                self._take(answer, taken, now)
             elif answer.request.bound and self._transfers is not None:
                 self._transfers.offer_chunk(answer.request)
 
@@ -144,9 +157,16 @@ class Scheduler:
             running_requests=len(self._places.running_requests()),
             waiting_requests=self._waiting(),
             held_handoffs=0 if self._transfers is None else len(self._transfers.offered),
-            used_blocks=self._memory.blocks.used,
-            total_blocks=self._memory.blocks.num_blocks,
+            used_blocks=self._memory.cache.used,
+            total_blocks=max(self._memory.cache.num_blocks),
+            receive_credits=self._credits(),
         )
+
+    def _credits(self) -> int:
+        """Blocks that caches from elsewhere may take: the admission window of an instance that hands off."""
+        if self._transfers is None:
+            return 0
+        return max(0, self._memory.cache.free_blocks() - self._places.spare_blocks())
 
     def check_idle(self) -> None:
         """Proves that an idle scheduler holds nothing. Raises InternalError for a leak."""
@@ -166,10 +186,12 @@ class Scheduler:
                 return
             # It may have given its blocks to an older one in this very loop.
             fits = answer.phase is Phase.DECODE and answer.stepped[0] != step.number
-            if fits and self._places.room_for(answer, step.number):
+            if fits and answer.drafts and not self._memory.can_step(answer, step.share(answer)):
+                answer.drafts = ()  # nobody gives up blocks for a guess
+            if fits and self._places.room_for(answer, step.share(answer), step.number):
                 if answer.request.decode_from is None:
                     answer.request.decode_from = now
-                step.add(answer, self._memory.table(answer))
+                step.add(answer, self._memory.lists(answer))
 
     def _admit(self, now: float) -> None:
         transfers, waiting = self._transfers, self._places.waiting
@@ -179,7 +201,7 @@ class Scheduler:
                 return
             request = answer.request
             if request.admitted_at is None:
-                request.admitted_at, request.cached_tokens = now, answer.computed
+                request.admitted_at, request.cached_tokens = now, self._memory.reused_tokens(answer)
                 self._rate.note(now)
             if transfers is not None:
                 if answer.phase is Phase.RECEIVING:
@@ -188,7 +210,7 @@ class Scheduler:
                     transfers.bind(request)
 
     def _tell_cache(self) -> None:
-        stored, removed = self._memory.blocks.take_changes()
+        stored, removed = self._memory.cache.take_changes()
         if stored or removed:
             self._live.emit(KvEvent(stored, removed))
 
@@ -203,6 +225,8 @@ class Scheduler:
         request.unborn = [request.chunk(one.sample, token, 1) for one, token in first]
         chunks = (own, *request.unborn)
         if request.leg is RequestType.CONTEXT_ONLY and any(chunk.reason is None for chunk in chunks):
+            if self._limits.draft_tokens and len(chunks) == 1:
+                chunks = (replace(own, drafts=look_up(answer.tokens(), self._limits.draft_tokens)),)
             self._offer(request, chunks)
             return
         for chunk in chunks:
@@ -215,6 +239,21 @@ class Scheduler:
             self._live.end(answer)
         elif answer.phase is Phase.PREFILL:
             answer.move(Phase.DECODE)
+
+    def _take_guessed(self, answer: Answer, drawn: tuple[Drawn, ...], tried: int, now: float) -> None:
+        """What was drawn behind the last token and those of `tried` drafts that were right."""
+        request, chunks = answer.request, list[Tokens]()
+        for one in drawn:
+            answer.append(one.token)
+            chunks.append(request.chunk(answer.sample, one, answer.generated))
+            if chunks[-1].reason is not None:
+                break
+        request.took(len(chunks), now)
+        request.drafts += tried
+        request.accepted_drafts += len(chunks) - 1
+        self._live.emit(RequestTokens(request.key, joined(chunks)))
+        if chunks[-1].reason is not None:
+            self._live.end(answer)
 
     def _offer(self, request: Request, first_tokens: tuple[Tokens, ...]) -> None:
         if self._transfers is None:

@@ -6,9 +6,10 @@ RECEIVING ─┼─ failed for good, recompute ──▶ WAITING: the prompt is 
            │                                 are set aside until they are settled.
            └─ failed for good, fail ──▶ RELEASED, or DRAINING until settled
 
-When both legs of a request start at once, the generation leg is AWAITING until its context leg is scheduled (Bound),
-and goes on when both the cache and the first tokens are here. The context leg offers whole blocks after every step of
-its prefill, and says what it has sampled before it offers the last ones: whoever has the whole cache can count on it.
+When both legs of a request start at once, the generation leg is AWAITING until its context leg is scheduled (Bound), or
+queues for its pages meanwhile and asks for the cache when it has both (`reserve_early`). It goes on when both the cache
+and the first tokens are here. The context leg offers whole blocks after every step of its prefill, and says what it has
+sampled before it offers the last ones: whoever has the whole cache can count on it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Transfers:
         self.awaiting: set[RequestKey] = set()
         # The transceiver was asked to cancel and has not said yet that the blocks may be freed.
         self._cancelling: dict[RequestKey, Request] = {}
+        # Legs that take their pages before their context legs are scheduled; None: they still queue for them.
+        self._early: dict[RequestKey, Answer | None] = {}
 
     def may_hold(self, answer: Answer) -> bool:
         """True when the pages of a context leg may be held after its prefill, beside those that are held and those of
@@ -50,7 +53,7 @@ class Transfers:
         if answer.request.leg is not RequestType.CONTEXT_ONLY:
             return True
         # What a bound leg has offered is counted as held already.
-        size = self._memory.blocks.tokens_per_block
+        size = self._memory.cache.tokens_per_block
         running = [self._prompt_blocks(one) - one.request.offered // size for one in self._places.running]
         if not running and not self.offered:
             return True
@@ -65,8 +68,13 @@ class Transfers:
 
     def intend(self, request: Request) -> None:
         """A generation leg waits for the context leg that was started at the same time."""
-        self.awaiting.add(request.key)
         self._handoffs.intend(request)
+        if not self._handoffs.reserve_early:
+            self.awaiting.add(request.key)
+            return
+        self._early[request.key] = None
+        request.lead.move(Phase.WAITING)
+        self._places.enqueue(request.lead)
 
     def bind(self, request: Request) -> None:
         """A context leg that a generation leg waits for is scheduled. Of its prompt some may be here already."""
@@ -76,14 +84,17 @@ class Transfers:
 
     def offer_chunk(self, request: Request) -> None:
         """A bound context leg has computed more of its prompt: the blocks that are complete."""
-        blocks = request.lead.computed // self._memory.blocks.tokens_per_block
-        end = blocks * self._memory.blocks.tokens_per_block
+        size = self._memory.cache.tokens_per_block
+        end = request.lead.computed // size * size
         if end > request.offered:
-            self._handoffs.offer(request, self._memory.table(request.lead)[:blocks], end)
+            self._handoffs.offer(request, self._memory.offered_lists(request.lead, end), end)
 
     def receive(self, answer: Answer) -> None:
-        """Exposes the pages of a prompt and asks for its cache."""
-        self._handoffs.receive(answer.request, self._memory.prompt_table(answer))
+        """Exposes the pages of a prompt and asks for its cache; keeps them while nobody can be asked yet."""
+        if answer.request.key in self._early:
+            self._early[answer.request.key] = answer
+            return
+        self._handoffs.receive(answer.request, *self._memory.received_lists(answer))
 
     def offer(self, request: Request, first_tokens: tuple[Tokens, ...]) -> None:
         """A context leg is done: its pages are held until somebody has fetched them."""
@@ -91,9 +102,10 @@ class Transfers:
         self.offered.add(request.key)
         if request.bound:
             self._handoffs.send_first(request, first_tokens)
-        self._handoffs.offer(request, self._memory.prompt_table(request.lead), request.prompt_length)
+        lists = self._memory.offered_lists(request.lead, request.prompt_length)
+        self._handoffs.offer(request, lists, request.prompt_length)
         request.over = True
-        self._live.emit(ContextDone(request.key, first_tokens, request.report()))
+        self._live.emit(ContextDone(request.key, first_tokens, request.report(), self._handoffs.dp_rank))
 
     def ended(self, request: Request, first_tokens: tuple[Tokens, ...]) -> None:
         """The first tokens of a bound context leg end every answer: nothing is handed off."""
@@ -128,6 +140,12 @@ class Transfers:
             return  # it has failed otherwise meanwhile
         match news:
             case Bound():
+                request.context_dp = news.dp_rank
+                if request.key in self._early:
+                    answer = self._early.pop(request.key)
+                    if answer is not None:
+                        self.receive(answer)
+                    return
                 self.awaiting.discard(request.key)
                 request.lead.move(Phase.WAITING)
                 self._places.enqueue(request.lead)
@@ -192,7 +210,6 @@ class Transfers:
         request.handoff = None if stats is None else HandoffReport(stats.writers, stats.total)
         request.received = True
         lead.computed = request.prompt_length
-        lead.partial = not self._handoffs.brings_all(request)
         self._memory.commit(lead)
         if not request.awaits_first:
             self._go_on(request)
@@ -231,6 +248,7 @@ class Transfers:
     def _release(self, request: Request) -> None:
         self.offered.discard(request.key)
         self.awaiting.discard(request.key)
+        self._early.pop(request.key, None)
         self._cancelling.pop(request.key, None)
         self._live.release(request)
 
@@ -244,4 +262,4 @@ class Transfers:
         return request
 
     def _prompt_blocks(self, answer: Answer) -> int:
-        return self._memory.blocks.blocks_for(answer.request.prompt_length)
+        return self._memory.blocks_for(answer.request.prompt_length)

@@ -67,6 +67,10 @@ class Linear:
         y = product(x, self.weight, self.packed).contiguous()
         return y if self.bias is None else y.add_(self.bias)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """x @ weight.T alone: a summand of what several ranks make together."""
+        return product(x, self.weight, self.packed)
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x)."""
         y = product(x, self.weight, self.packed)

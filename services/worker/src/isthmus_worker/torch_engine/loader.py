@@ -1,7 +1,8 @@
 """Safetensors into the model's memory: one pass that checks, hashes and copies.
 
-The digest is xxh3_128 over name, shape, dtype and bytes of every weight the model uses, in the order of the names: it
-does not depend on how a checkpoint is cut into files.
+The digest of a model is xxh3_128 over name and digest of every tensor it uses, in the order of the names; that of a
+tensor is over shape, dtype and bytes. Neither depends on how a checkpoint is cut into files. The ranks of an instance
+share the hashing: each reads what it holds, and some tensors whole.
 """
 
 from __future__ import annotations
@@ -21,32 +22,52 @@ from isthmus_worker.torch_engine.model_config import ModelUnusable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from isthmus_worker.torch_engine.weights import Part, Shape, Targets
+
 _DTYPES = ("F32", "BF16", "F16")
 # Written by old exporters; computed from the configuration.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
-def load_weights(folder: Path, targets: Mapping[str, Tensor], tied: bool) -> bytes:
-    """Copies every weight into its place in `targets` (name -> tensor of the shape the file must have).
+def load_weights(folder: Path, targets: Targets, tied: bool, rank: int = 0, ranks: int = 1) -> dict[str, bytes]:
+    """Copies every part that `targets` takes into its place.
 
     With `tied` embeddings an output matrix in the checkpoint is accepted if it equals the input matrix.
-    Returns the digest. Raises ModelUnusable listing all missing, misshapen and unexpected tensors, or naming the file
-    that can not be read.
+    Returns the digests of every `ranks`-th tensor, those of this `rank`. Raises ModelUnusable listing all missing,
+    misshapen and unexpected tensors of the whole model, or naming the file that can not be read.
     """
+    digests: dict[str, bytes] = {}
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for path in _weight_files(folder):
             found.update(_open(path, stack))
-        _check(folder, found, targets, tied)
-        digest = xxhash.xxh3_128()
-        for name in sorted(targets):
-            weight = _read(found[name], name)
-            shape = ",".join(map(str, weight.shape))
-            digest.update(f"{name}\0{shape}\0{weight.dtype}\0".encode())
-            digest.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
-            targets[name].copy_(weight)
-        if tied and "lm_head.weight" in found:
+        _check(folder, found, targets.shapes, tied)
+        for index, name in enumerate(sorted(targets.shapes)):
+            parts = targets.parts.get(name, [])
+            if index % ranks == rank:
+                weight = _read(found[name], name)
+                digests[name] = _digest(weight)
+                for part in parts:
+                    part.target.copy_(weight.narrow(part.dim, part.begin, part.end - part.begin))
+            else:
+                for part in parts:
+                    part.target.copy_(_read_part(found[name], name, part))
+        if tied and "lm_head.weight" in found and rank == 0:
             _check_tied(folder, found)
+    return digests
+
+
+def model_digest(digests: Mapping[str, bytes]) -> bytes:
+    """The digest of a model from those of all its tensors."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(digests):
+        digest.update(name.encode() + b"\0" + digests[name])
+    return digest.digest()
+
+
+def _digest(weight: Tensor) -> bytes:
+    digest = xxhash.xxh3_128(f"{','.join(map(str, weight.shape))}\0{weight.dtype}\0".encode())
+    digest.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -73,19 +94,19 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
         raise ModelUnusable(f"{path}: is not a readable safetensors file ({error}); fetch it again") from error
 
 
-def _check(folder: Path, found: Mapping[str, Any], targets: Mapping[str, Tensor], tied: bool) -> None:
+def _check(folder: Path, found: Mapping[str, Any], shapes: Mapping[str, Shape], tied: bool) -> None:
     problems: list[str] = []
-    missing = sorted(set(targets) - set(found))
+    missing = sorted(set(shapes) - set(found))
     if missing:
         problems.append(f"missing: {_some(missing)}")
-    for name in sorted(set(targets) & set(found)):
+    for name in sorted(set(shapes) & set(found)):
         header = found[name].get_slice(name)
         shape, dtype = tuple(header.get_shape()), str(header.get_dtype())
-        if shape != tuple(targets[name].shape):
-            problems.append(f"{name} has shape {shape}, config.json asks for {tuple(targets[name].shape)}")
+        if shape != shapes[name]:
+            problems.append(f"{name} has shape {shape}, config.json asks for {shapes[name]}")
         if dtype not in _DTYPES:
             problems.append(f"{name} has dtype {dtype}, supported are {', '.join(_DTYPES)}")
-    known = {*targets, "lm_head.weight"} if tied else set(targets)
+    known = {*shapes, "lm_head.weight"} if tied else set(shapes)
     unexpected = sorted(name for name in set(found) - known if not name.endswith(_IGNORED_SUFFIXES))
     if unexpected:
         problems.append(f"unexpected: {_some(unexpected)}")
@@ -96,6 +117,15 @@ def _check(folder: Path, found: Mapping[str, Any], targets: Mapping[str, Tensor]
 def _read(file: Any, name: str) -> Tensor:
     try:
         return cast("Tensor", file.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise ModelUnusable(f"tensor {name} can not be read ({error}); fetch the model again") from error
+
+
+def _read_part(file: Any, name: str, part: Part) -> Tensor:
+    try:
+        whole = file.get_slice(name)
+        piece = slice(part.begin, part.end)
+        return cast("Tensor", whole[piece] if part.dim == 0 else whole[:, piece])
     except (SafetensorError, OSError) as error:
         raise ModelUnusable(f"tensor {name} can not be read ({error}); fetch the model again") from error
 

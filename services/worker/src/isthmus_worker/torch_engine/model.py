@@ -1,4 +1,11 @@
-"""The decoder: embedding, layers of attention and gated MLP, norm, output matrix."""
+"""The decoder: embedding, layers of attention and gated MLP, norm, output matrix. One rank's part of it.
+
+    stage 0       embedding ▶ its layers ─┐ hidden states            every layer: two sums over the ranks of the stage
+    stage 1                               └▶ its layers ▶ norm ▶ output matrix ▶ logits, to rank 0
+
+With attention data parallelism every rank has the hidden states of the tokens of all groups and computes attention for
+those of its own group only: the sum after attention brings the groups together, and costs what it costs without them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from isthmus_core.config_parallel import ParallelConfig
+from isthmus_worker.parallel.shard import Shard, shard_of
+from isthmus_worker.torch_engine.collectives import Alone, Collectives
 from isthmus_worker.torch_engine.layers import Linear, gated_silu, pack, product
 from isthmus_worker.torch_engine.rope import rotate_
+from isthmus_worker.torch_engine.weights import Targets, weight_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isthmus_worker.torch_engine.attention import AttentionStep
-    from isthmus_worker.torch_engine.batch import StepPlan
+    from isthmus_worker.torch_engine.joint_step import JointStep
     from isthmus_worker.torch_engine.model_config import ModelConfig
 
 
@@ -43,73 +54,157 @@ class _Layer:
 
 
 class Decoder:
-    """The weights and one step of computation. Memory is uninitialised until the tensors of `targets` are filled."""
+    """The weights and one step of computation. Memory is uninitialised until the tensors of `targets` are filled.
 
-    def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    `shard`: what this rank holds; the whole model when absent. `collectives` may be set later, before the first step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+    ) -> None:
         self.config = config
-        self._device = device
-        hidden = config.hidden_size
-        self._embedding = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
-        self._layers = [_empty_layer(config, dtype, device) for _ in range(config.layers)]
-        self._norm = torch.empty(hidden, dtype=dtype, device=device)
-        self._head = self._embedding if config.tied else torch.empty_like(self._embedding)
+        self.shard = shard or shard_of(config, ParallelConfig(), 0)
+        self.collectives: Collectives = Alone()
+        self._dtype, self._device = dtype, device
+        first, last = self.shard.is_first, self.shard.is_last
+        begin, end = self.shard.vocab
+        # A rank that has both ends of a tied model has one matrix for them.
+        rows = torch.empty(end - begin, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = rows if first else None
+        self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device) if last else None
+        self._head = (rows if config.tied or not first else torch.empty_like(rows)) if last else None
+        self._layers = [_empty_layer(config, self.shard, dtype, device) for _ in self.shard.layers]
         self._cos, self._sin = config.rope.tables(config.head_dim, max_model_len, dtype, device)
         self._packed_head: Tensor | None = None
 
     def pack(self) -> bool:
         """Call once the weights are loaded. Float32 models on the CPU get a packed copy of their matrices, which makes
         batches faster, unless that needs more than MAX_PACKED_BYTES. Returns whether they have."""
-        matrices = [self._head, *(one.weight for layer in self._layers for one in layer.matrices())]
-        if sum(one.nbytes for one in matrices) > MAX_PACKED_BYTES:
+        matrices = [one.weight for layer in self._layers for one in layer.matrices()]
+        heads = [] if self._head is None else [self._head]
+        if sum(one.nbytes for one in (*matrices, *heads)) > MAX_PACKED_BYTES:
             return False
-        self._packed_head = pack(self._head)
+        self._packed_head = None if self._head is None else pack(self._head)
         self._layers = [layer.packed() for layer in self._layers]
-        return self._packed_head is not None
+        return any(one.packed is not None for one in self._layers[0].matrices())
 
-    def targets(self) -> dict[str, Tensor]:
+    def targets(self) -> Targets:
         """Where each tensor of a checkpoint goes, by its name there. Fused weights appear as their parts."""
-        config = self.config
-        found = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
-        if not config.tied:
-            found["lm_head.weight"] = self._head
-        query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        for index, layer in enumerate(self._layers):
-            name = f"model.layers.{index}"
-            found[f"{name}.input_layernorm.weight"] = layer.attention_norm
-            found[f"{name}.post_attention_layernorm.weight"] = layer.mlp_norm
-            if layer.query_norm is not None and layer.key_norm is not None:
-                found[f"{name}.self_attn.q_norm.weight"] = layer.query_norm
-                found[f"{name}.self_attn.k_norm.weight"] = layer.key_norm
-            for linear, parts in (
-                (layer.qkv, {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
-                (layer.output, {"self_attn.o_proj": config.hidden_size}),
-                (layer.gate_up, {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}),
-                (layer.down, {"mlp.down_proj": config.hidden_size}),
-            ):
-                for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-                    if tensor is not None:
-                        pieces = tensor.split(list(parts.values()))
-                        found.update(
-                            {f"{name}.{part}.{kind}": piece for part, piece in zip(parts, pieces, strict=True)}
-                        )
+        found = Targets(weight_shapes(self.config))
+        begin = self.shard.vocab[0]
+        if self._embedding is not None:
+            found.take("model.embed_tokens.weight", self._embedding, 0, begin)
+        if self._norm is not None:
+            found.take("model.norm.weight", self._norm)
+        if self._head is not None and self._head is not self._embedding:
+            found.take("model.embed_tokens.weight" if self.config.tied else "lm_head.weight", self._head, 0, begin)
+        for layer, held in zip(self.shard.layers, self._layers, strict=True):
+            self._take_layer(found, f"model.layers.{layer}", held)
         return found
 
-    def forward(self, plan: StepPlan, attend: AttentionStep) -> Tensor:
-        """Runs the step; `attend` stores its K and V. Returns logits [wanted rows, vocab_size]."""
-        config, device = self.config, self._device
-        positions = torch.from_numpy(plan.positions).to(device)
+    def _take_layer(self, found: Targets, name: str, layer: _Layer) -> None:
+        shard, dim = self.shard.heads, self.config.head_dim
+        found.take(f"{name}.input_layernorm.weight", layer.attention_norm)
+        found.take(f"{name}.post_attention_layernorm.weight", layer.mlp_norm)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            found.take(f"{name}.self_attn.q_norm.weight", layer.query_norm)
+            found.take(f"{name}.self_attn.k_norm.weight", layer.key_norm)
+        keys, values = shard.heads * dim, (shard.heads + shard.kv_heads) * dim
+        inner, (begin, end) = layer.down.weight.shape[1], self.shard.inner
+        for kind in ("weight", "bias"):
+            qkv, gate_up = getattr(layer.qkv, kind), getattr(layer.gate_up, kind)
+            if qkv is not None:
+                for place, (low, high) in enumerate(shard.queries):
+                    at = place * shard.group * dim
+                    found.take(f"{name}.self_attn.q_proj.{kind}", qkv[at : at + (high - low) * dim], 0, low * dim)
+                found.take(f"{name}.self_attn.k_proj.{kind}", qkv[keys:values], 0, shard.kv[0] * dim)
+                found.take(f"{name}.self_attn.v_proj.{kind}", qkv[values:], 0, shard.kv[0] * dim)
+            if gate_up is not None:
+                found.take(f"{name}.mlp.gate_proj.{kind}", gate_up[:inner], 0, begin)
+                found.take(f"{name}.mlp.up_proj.{kind}", gate_up[inner:], 0, begin)
+        for place, (low, high) in enumerate(shard.queries):
+            at = place * shard.group * dim
+            columns = layer.output.weight[:, at : at + (high - low) * dim]
+            found.take(f"{name}.self_attn.o_proj.weight", columns, 1, low * dim)
+        found.take(f"{name}.mlp.down_proj.weight", layer.down.weight[:, : end - begin], 1, begin)
+        for part, linear in (("self_attn.o_proj", layer.output), ("mlp.down_proj", layer.down)):
+            if linear.bias is not None:
+                found.take(f"{name}.{part}.bias", linear.bias)
+
+    def forward(self, step: JointStep, attend: AttentionStep | None) -> Tensor | None:
+        """Runs the step; `attend` stores its K and V, None when this rank's group has no row in it. Returns logits
+        [wanted rows, vocab_size] on rank 0, None elsewhere and when none are wanted."""
+        hidden = self._enter(step)
+        own = step.own
+        positions = torch.from_numpy(step.positions).to(self._device)
         cos, sin = self._cos[positions], self._sin[positions]
-        hidden = functional.embedding(torch.from_numpy(plan.tokens).to(device), self._embedding)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(plan.tokens), -1, config.head_dim)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                self._normalise_(qkv[:, : config.heads], layer.query_norm)
-                self._normalise_(qkv[:, config.heads : -config.kv_heads], layer.key_norm)
-            rotate_(qkv[:, : -config.kv_heads], cos, sin)
-            hidden = layer.output.add_to(hidden, attend(index, qkv))
-            hidden = layer.down.add_to(hidden, gated_silu(layer.gate_up(self._normed(hidden, layer.mlp_norm))))
-        last = hidden if len(plan.last) == len(hidden) else hidden[torch.from_numpy(plan.last).to(device)]
-        return product(self._normed(last, self._norm), self._head, self._packed_head)
+            heads = None
+            if attend is not None:
+                heads = attend(index, self._queries_keys_values(layer, hidden[own], cos, sin))
+            hidden = self._add(hidden, layer.output, heads, own)
+            inner = gated_silu(layer.gate_up(self._normed(hidden, layer.mlp_norm)))
+            hidden = self._add(hidden, layer.down, inner, slice(None))
+        if self._norm is None:
+            self.collectives.send_on(hidden)
+            return self.collectives.to_leader(None, len(step.last)) if len(step.last) else None
+        return self._logits(hidden, self._norm, step)
+
+    def _enter(self, step: JointStep) -> Tensor:
+        """Hidden states of all tokens before the first layer of this stage, [N, hidden_size]."""
+        if self._embedding is None:
+            size = len(step.tokens), self.config.hidden_size
+            return self.collectives.receive(torch.empty(size, dtype=self._dtype, device=self._device))
+        tokens = torch.from_numpy(step.tokens).to(self._device)
+        begin, end = self.shard.vocab
+        if end - begin == self.config.vocab_size:
+            return functional.embedding(tokens, self._embedding)
+        elsewhere = (tokens < begin) | (tokens >= end)
+        hidden = functional.embedding((tokens - begin).masked_fill_(elsewhere, 0), self._embedding)
+        return self.collectives.sum_(hidden.masked_fill_(elsewhere[:, None], 0))
+
+    def _queries_keys_values(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[own tokens, heads + 2 * kv_heads, head_dim], rotated."""
+        heads, kv_heads = self.shard.heads.heads, self.shard.heads.kv_heads
+        qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(hidden), -1, self.config.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            self._normalise_(qkv[:, :heads], layer.query_norm)
+            self._normalise_(qkv[:, heads:-kv_heads], layer.key_norm)
+        rotate_(qkv[:, :-kv_heads], cos, sin)
+        return qkv
+
+    def _add(self, hidden: Tensor, linear: Linear, x: Tensor | None, rows: slice) -> Tensor:
+        """hidden + linear(x) over all ranks of the stage; x are the `rows` of this rank."""
+        topology = self.shard.topology
+        if topology.tp_size == 1 and x is not None:
+            return linear.add_to(hidden, x)
+        y = None if x is None else linear.multiply(x)
+        if topology.dp_size > 1 and rows != slice(None):
+            everybody = torch.zeros_like(hidden)
+            if y is not None:
+                everybody[rows] = y
+            y = everybody
+        if y is None:
+            y = torch.zeros_like(hidden)
+        y = self.collectives.sum_(y)
+        return hidden + (y if linear.bias is None else y.add_(linear.bias))
+
+    def _logits(self, hidden: Tensor, norm: Tensor, step: JointStep) -> Tensor | None:
+        wanted = len(step.last)
+        if not wanted or self._head is None:
+            return None
+        last = hidden if wanted == len(hidden) else hidden[torch.from_numpy(step.last).to(self._device)]
+        logits = product(self._normed(last, norm), self._head, self._packed_head)
+        columns = -(-self.config.vocab_size // self.shard.topology.tp_size)
+        if logits.shape[1] < columns:
+            logits = functional.pad(logits, (0, columns - logits.shape[1]))
+        found = self.collectives.to_leader(logits, wanted)
+        return None if found is None else found[:, : self.config.vocab_size]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
@@ -118,11 +213,10 @@ class Decoder:
         x.copy_(self._normed(x, weight))
 
 
-def _empty_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> _Layer:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.heads * config.head_dim
-    kv_heads = config.kv_heads * config.head_dim
-    return _Layer(
+def _empty_layer(config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> _Layer:
+    hidden, inner = config.hidden_size, shard.inner[1] - shard.inner[0]
+    heads, kv_heads = shard.heads.heads * config.head_dim, shard.heads.kv_heads * config.head_dim
+    layer = _Layer(
         attention_norm=torch.empty(hidden, dtype=dtype, device=device),
         qkv=Linear.empty(heads + 2 * kv_heads, hidden, config.qkv_bias, dtype, device),
         query_norm=torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None,
@@ -132,3 +226,9 @@ def _empty_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
         gate_up=Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device),
         down=Linear.empty(hidden, inner, config.mlp_bias, dtype, device),
     )
+    if any(end - begin < shard.heads.group for begin, end in shard.heads.queries):
+        # Zero heads fill the places that no query head of this rank takes.
+        for memory in (layer.qkv.weight, layer.qkv.bias, layer.output.weight):
+            if memory is not None:
+                memory.zero_()
+    return layer

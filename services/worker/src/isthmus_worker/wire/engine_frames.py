@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 from isthmus.v1 import engine_ipc_pb2, worker_service_pb2
@@ -11,6 +11,7 @@ from isthmus.v1 import engine_ipc_pb2, worker_service_pb2
 from isthmus_core.block_keys import split_keys
 from isthmus_core.errors import IsthmusError, from_status_bytes
 from isthmus_core.framing import FrameError
+from isthmus_core.generation import chunk_from_pb
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import (
     ContextReady,
@@ -19,11 +20,12 @@ from isthmus_worker.engine import (
     EngineRequest,
     Finished,
     KvEvent,
+    LegReport,
     Tokens,
 )
+from isthmus_worker.marks import marks_from_pb
 from isthmus_worker.wire.reports import report_from_pb
 from isthmus_worker.wire.requests import key_to_pb, submit_to_pb
-from isthmus_worker.wire.tokens import chunk_from_pb
 from kvtransfer.errors import WireError
 from kvtransfer.ports import (
     BindFailed,
@@ -73,10 +75,12 @@ class LegTokens:
 
 @dataclass(frozen=True, slots=True)
 class LegEnded:
-    """The client's side of a leg is over: with its end, or with the error that ended it."""
+    """The client's side of a leg is over: with its end, or with the error that ended it. `report`: also of the latter,
+    as far as the leg came."""
 
     key: RequestKey
     end: ContextReady | Finished | IsthmusError
+    report: LegReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,8 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
             case "context_done":
                 done = event.context_done
                 first = tuple(chunk_from_pb(one) for one in done.first_tokens)
-                yield LegEnded(key_from_pb(done.key), ContextReady(first, report_from_pb(done.report)))
+                report = replace(report_from_pb(done.report), marks=marks_from_pb(done.marks))
+                yield LegEnded(key_from_pb(done.key), ContextReady(first, report, done.dp_rank), report)
             case "finished":
                 yield _finished(event.finished)
             case "released":
@@ -157,8 +162,8 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
 
 
 def _finished(pb: engine_ipc_pb2.RequestFinished) -> LegEnded:
-    key = key_from_pb(pb.key)
-    return LegEnded(key, from_status_bytes(pb.status) if pb.status else Finished(report_from_pb(pb.report)))
+    report = replace(report_from_pb(pb.report), marks=marks_from_pb(pb.marks))
+    return LegEnded(key_from_pb(pb.key), from_status_bytes(pb.status) if pb.status else Finished(report), report)
 
 
 def _kv_event(pb: engine_ipc_pb2.KvCacheEvent) -> KvEvent:
@@ -173,6 +178,7 @@ def _load(pb: worker_service_pb2.InstanceLoad) -> EngineLoad:
         used_blocks=pb.used_blocks,
         total_blocks=pb.total_blocks,
         in_doubt_blocks=pb.in_doubt_blocks,
+        receive_credits=pb.receive_credits,
     )
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isthmus.v1 import common_pb2, coordinator_service_pb2
+from isthmus.v1 import common_pb2, coordinator_service_pb2, kv_index_pb2
 
+from isthmus_core.block_keys import Keying
 from kvtransfer.ports import Incompatibility
 from kvtransfer.rank_info import INCARNATION_BYTES, InstanceRole
 from kvtransfer.wire import incompatibilities_to_pb
 
-# Version of the schema this build speaks.
-SCHEMA_VERSION = 1
+# Version of the schema this build speaks: 2 = follows orders and tells its reusable blocks.
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceDescription:
-    """This instance as `isthmus.v1.InstanceDescriptor`."""
+    """This instance as `isthmus.v1.InstanceDescriptor`. `keying`: None when it reuses no blocks."""
 
     instance_id: str
     incarnation: bytes
@@ -27,6 +29,35 @@ class InstanceDescription:
     tokens_per_block: int
     engine: str
     total_blocks: int
+    keying: Keying | None = None
+    possible_roles: tuple[InstanceRole, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """Take no new work, finish what there is, exit. `deadline_s` None: as configured."""
+
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOrder:
+    """Finish the work of the present role, then take another. `deadline_s` None: as configured."""
+
+    role: InstanceRole
+    deadline_s: float | None
+
+
+Order = DrainOrder | RoleOrder
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """The role of this instance, the one that it is changing to, why it did not follow its last order."""
+
+    role: InstanceRole
+    changing_to: InstanceRole | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +92,17 @@ def hello_to_pb(description: InstanceDescription) -> coordinator_service_pb2.Reg
         engine=description.engine,
         schema_version=SCHEMA_VERSION,
         total_blocks=description.total_blocks,
+        possible_roles=[common_pb2.InstanceRole.Name(role.value) for role in description.possible_roles],
     )
+    if (keying := description.keying) is not None:
+        instance.keying.CopyFrom(
+            kv_index_pb2.BlockKeying(
+                weights_digest=keying.weights_digest,
+                attention_digest=keying.attention_digest,
+                kv_dtype=keying.kv_dtype,
+                tokens_per_block=keying.tokens_per_block,
+            )
+        )
     return coordinator_service_pb2.RegisterRequest(hello=coordinator_service_pb2.RegisterHello(instance=instance))
 
 
@@ -75,12 +116,37 @@ def pair_to_pb(pair: PairView) -> coordinator_service_pb2.PairReport:
     )
 
 
-def peers_from_pb(pb: coordinator_service_pb2.PeerSet) -> tuple[ContextPeer, ...]:
-    """Raises ValueError when a peer lacks a name, an endpoint or a whole incarnation, or is named twice."""
+def peers_from_pb(pb: coordinator_service_pb2.PeerSet, before: Sequence[ContextPeer] = ()) -> tuple[ContextPeer, ...]:
+    """The complete list; `before`: the last one. Raises ValueError when a peer lacks a name, an endpoint or a whole
+    incarnation, or is named twice."""
     peers = tuple(ContextPeer(one.instance_id, one.incarnation, one.endpoint) for one in pb.context_instances)
     for peer in peers:
         if not peer.instance_id or not peer.endpoint or len(peer.incarnation) != INCARNATION_BYTES:
             raise ValueError(f"incomplete: {peer}")
     if len({peer.instance_id for peer in peers}) != len(peers):
         raise ValueError("an instance is named twice")
-    return peers
+    if not pb.changes:
+        return peers
+    gone = {*pb.left_instance_ids, *(peer.instance_id for peer in peers)}
+    return (*(peer for peer in before if peer.instance_id not in gone), *peers)
+
+
+def role_to_pb(view: RoleView) -> coordinator_service_pb2.RegisterRequest:
+    """How far a change of role is."""
+    report = coordinator_service_pb2.RoleReport(
+        role=common_pb2.InstanceRole.Name(view.role.value),
+        changing_to=common_pb2.InstanceRole.Name(0 if view.changing_to is None else view.changing_to.value),
+        refused=view.refused,
+    )
+    return coordinator_service_pb2.RegisterRequest(role=report)
+
+
+def drain_from_pb(pb: coordinator_service_pb2.DrainOrder) -> DrainOrder:
+    """An order of the coordinator."""
+    return DrainOrder(pb.deadline.ToNanoseconds() / 1e9 if pb.HasField("deadline") else None)
+
+
+def set_role_from_pb(pb: coordinator_service_pb2.SetRoleOrder) -> RoleOrder:
+    """An order of the coordinator. Raises ValueError for a role that this build does not know."""
+    deadline_s = pb.deadline.ToNanoseconds() / 1e9 if pb.HasField("deadline") else None
+    return RoleOrder(InstanceRole(pb.role), deadline_s)

@@ -14,6 +14,8 @@ def report_to_pb(report: LegReport) -> generation_pb2.RequestReport:
     """The engine's part of a report; the instance names are the caller's."""
     pb = generation_pb2.RequestReport(
         decode_tokens=report.decode_tokens,
+        draft_tokens=report.draft_tokens,
+        accepted_draft_tokens=report.accepted_draft_tokens,
         cached_tokens=report.cached_tokens,
         handoff_failures=report.handoff_failures,
         recomputed=report.recomputed,
@@ -46,6 +48,8 @@ def report_from_pb(pb: generation_pb2.RequestReport) -> LegReport:
         generation_queue=_seconds(pb.generation_queue) if pb.HasField("generation_queue") else None,
         decode=_seconds(pb.decode) if pb.HasField("decode") else None,
         decode_tokens=pb.decode_tokens,
+        draft_tokens=pb.draft_tokens,
+        accepted_draft_tokens=pb.accepted_draft_tokens,
         cached_tokens=pb.cached_tokens,
         handoff_failures=tuple(pb.handoff_failures),
         recomputed=pb.recomputed,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isthmus.v1 import common_pb2, engine_ipc_pb2, generation_pb2, worker_service_pb2
 
 from isthmus_core import token_ids
 from isthmus_core.errors import InvalidRequest
+from isthmus_core.generation import chunk_from_pb, sampling_from_pb, sampling_to_pb
 from isthmus_core.ids import check_request_id
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import TraceContext
 from isthmus_worker.engine import ContextPhase, EngineRequest, RequestType, Tokens
-from isthmus_worker.wire.tokens import chunk_from_pb, chunks_to_pb, sampling_from_pb, sampling_to_pb
+from isthmus_worker.wire.tokens import chunks_to_pb
 from kvtransfer.ports import Holder
 from kvtransfer.rank_info import INCARNATION_BYTES
 from kvtransfer.wire import trace_to_pb
@@ -84,7 +87,7 @@ def _context_phase(pb: generation_pb2.ContextPhaseParams, key: RequestKey, promp
     if pb.prompt_tokens != prompt_tokens:
         remedy = f"must be the length of the prompt, {prompt_tokens}"
         raise InvalidRequest(f"{field}.prompt_tokens", str(pb.prompt_tokens), remedy)
-    return ContextPhase(held, first, prompt_tokens, _holder(pb, field))
+    return ContextPhase(held, first, prompt_tokens, replace(_holder(pb, field), dp_rank=pb.dp_rank))
 
 
 def _holder(pb: generation_pb2.ContextPhaseParams | generation_pb2.ContextInstance, field: str) -> Holder:
@@ -149,4 +152,5 @@ def context_phase_to_pb(phase: ContextPhase) -> generation_pb2.ContextPhaseParam
         endpoint=phase.holder.endpoint,
         instance_id=phase.holder.instance_id,
         incarnation=phase.holder.incarnation,
+        dp_rank=phase.holder.dp_rank,
     )

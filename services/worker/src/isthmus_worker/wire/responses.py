@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isthmus.v1 import generation_pb2, worker_service_pb2
 
+from isthmus_core.generation import chunk_to_pb
 from isthmus_worker.engine import (
     ContextPhase,
     ContextReady,
@@ -17,7 +20,6 @@ from isthmus_worker.engine import (
 )
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.requests import context_phase_to_pb
-from isthmus_worker.wire.tokens import chunk_to_pb
 from kvtransfer.ports import Holder
 
 _Response = worker_service_pb2.WorkerServiceGenerateResponse
@@ -28,8 +30,8 @@ def event_to_pb(event: EngineOutput, request: EngineRequest, here: Holder) -> _R
     match event:
         case Tokens():
             return _Response(tokens=chunk_to_pb(event))
-        case ContextReady(first_tokens, report):
-            phase = ContextPhase(request.key, first_tokens, len(request.prompt), here)
+        case ContextReady(first_tokens, report, dp_rank):
+            phase = ContextPhase(request.key, first_tokens, len(request.prompt), replace(here, dp_rank=dp_rank))
             ready = worker_service_pb2.ContextReady(
                 params=context_phase_to_pb(phase), report=_report(report, request, here)
             )
@@ -56,4 +58,5 @@ def load_to_pb(load: EngineLoad) -> worker_service_pb2.InstanceLoad:
         used_blocks=load.used_blocks,
         total_blocks=load.total_blocks,
         in_doubt_blocks=load.in_doubt_blocks,
+        receive_credits=load.receive_credits,
     )

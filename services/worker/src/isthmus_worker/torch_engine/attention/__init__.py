@@ -56,8 +56,8 @@ def choose_attention(asked: str, config: ModelConfig, dtype: torch.dtype, device
     return AttentionChoice("sdpa", f"not flashinfer: {problem}")
 
 
-def open_attention(choice: AttentionChoice, config: ModelConfig, pool: KvPool) -> AttentionBackend:
-    """The chosen kernels over `pool`."""
+def open_attention(choice: AttentionChoice, heads: int, pool: KvPool) -> AttentionBackend:
+    """The chosen kernels over `pool`, for `heads` query heads."""
     if choice.name == "flashinfer":
-        return FlashInferBackend(pool, config.heads)
-    return SdpaBackend(pool, config.windows)
+        return FlashInferBackend(pool, heads)
+    return SdpaBackend(pool)

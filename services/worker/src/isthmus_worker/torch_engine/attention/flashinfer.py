@@ -1,7 +1,7 @@
 """Paged attention by FlashInfer's kernels, which read the blocks where they are.
 
-One ragged call per layer serves all rows of a step. K and V of a layer are strided views of the slot-major pool,
-[blocks, kv_heads, tokens_per_block, head_dim] each: FlashInfer's HND layout.
+One ragged call per layer serves all rows of a step. K and V of a layer are strided views of its pool, in FlashInfer's
+HND layout ([blocks, kv_heads, tokens_per_block, head_dim]) or its NHD layout, as the cache itself is.
 """
 
 from __future__ import annotations
@@ -55,20 +55,22 @@ class FlashInferBackend:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         # FA2 kernels run on every GPU from Ampere on; what "auto" takes differs from one to the next.
         self._wrapper: Any = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "HND", backend="fa2"
+            workspace, "NHD" if pool.shape.options.nhd else "HND", backend="fa2"
         )
-        self._caches = [pool.blocks[:, layer].unbind(1) for layer in range(pool.shape.layers)]
+        caches = [one.transpose(2, 3) for one in pool.blocks] if pool.shape.options.nhd else pool.blocks
+        self._caches = [one.unbind(1) for one in caches]
 
     def begin(self, plan: StepPlan) -> FlashInferStep:
         """Tells the kernels about the rows of a step."""
-        pool, spans = self._pool, (*plan.decode, *plan.prefill)
-        size = pool.shape.tokens_per_block
+        pool = self._pool
+        spans = (*plan.lists[0].decode, *plan.lists[0].prefill)
+        size = pool.tokens_per_block
         # Sizes stay on the host, where the plan is made; the list of blocks is read by the kernels.
         tokens = _offsets([one.end - one.begin for one in spans])
         pages = _offsets([len(one.blocks) for one in spans])
         last_page = torch.tensor([(one.stop - 1) % size + 1 for one in spans], dtype=torch.int32)
         blocks = torch.from_numpy(np.concatenate([one.blocks for one in spans])).to(pool.device)
-        dtype = pool.blocks.dtype
+        dtype = pool.dtype
         self._wrapper.plan(
             tokens,
             pages,
@@ -90,7 +92,7 @@ class FlashInferStep:
 
     def __init__(self, plan: StepPlan, pool: KvPool, wrapper: Any, caches: list[tuple[Tensor, ...]]) -> None:
         self._pool, self._wrapper, self._caches = pool, wrapper, caches
-        self._write_rows = torch.from_numpy(plan.write_rows).to(pool.device)
+        self._write_rows = torch.from_numpy(plan.lists[0].write_rows).to(pool.device)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """qkv [N, heads + 2 * kv_heads, head_dim], rotated. Stores K and V; returns [N, heads * head_dim]."""

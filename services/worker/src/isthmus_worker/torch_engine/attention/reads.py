@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from isthmus_worker.torch_engine.batch import CacheShape, Span
+    from isthmus_worker.torch_engine.batch import ListShape, Span
 
 # Contexts this short are padded to each other whatever their ratio: another kernel call costs more.
 _SHORT_CONTEXT = 256
@@ -24,7 +24,7 @@ _SHORT_CONTEXT = 256
 class DecodeRead:
     """Rows [begin, end) of the flat array, attended in one call over contexts padded to each other.
 
-    `runs` int64[2 * rows * kv_heads * blocks] in the order (K V, row, head, block). Of the gathered tokens row i sees
+    `runs`: see `_runs`. Of the gathered tokens row i sees
     [low[i], high[i]), int64[rows].
     """
 
@@ -39,7 +39,7 @@ class DecodeRead:
 class PrefillRead:
     """Tokens [begin, end) of the flat array, at positions [start, stop) of their sequence.
 
-    `runs` int64[2 * kv_heads * blocks] in the order (K V, head, block), the first of its tokens at position `first`;
+    `runs` (see `_runs`), the first of its tokens at position `first`;
     None when start = 0: nothing is read back. No token sees a position before `low`.
     """
 
@@ -52,13 +52,13 @@ class PrefillRead:
     runs: NDArray[np.int64] | None
 
 
-def decode_reads(spans: tuple[Span, ...], shape: CacheShape, window: int | None) -> tuple[DecodeRead, ...]:
+def decode_reads(spans: tuple[Span, ...], shape: ListShape, window: int | None) -> tuple[DecodeRead, ...]:
     """`spans`: of one token each, longest context first."""
     seen = [one.stop if window is None else min(one.stop, window) for one in spans]
     return tuple(_decode_read(spans[begin:end], shape, window) for begin, end in split_by_length(seen))
 
 
-def prefill_read(span: Span, shape: CacheShape, window: int | None) -> PrefillRead:
+def prefill_read(span: Span, shape: ListShape, window: int | None) -> PrefillRead:
     """One chunk of a prompt."""
     low = 0 if window is None else max(0, span.start - window + 1)
     block = low // shape.tokens_per_block
@@ -78,7 +78,7 @@ def split_by_length(lengths: list[int]) -> list[tuple[int, int]]:
     return groups
 
 
-def _decode_read(spans: tuple[Span, ...], shape: CacheShape, window: int | None) -> DecodeRead:
+def _decode_read(spans: tuple[Span, ...], shape: ListShape, window: int | None) -> DecodeRead:
     high = np.array([one.stop for one in spans], np.int64)
     low = np.zeros_like(high) if window is None else np.maximum(high - window, 0)
     first = low // shape.tokens_per_block
@@ -92,7 +92,11 @@ def _decode_read(spans: tuple[Span, ...], shape: CacheShape, window: int | None)
     return DecodeRead(spans[0].begin, spans[-1].end, _runs(table, shape), low - offset, high - offset)
 
 
-def _runs(table: NDArray[np.int64], shape: CacheShape) -> NDArray[np.int64]:
-    """Runs of blocks[rows, width] in the order (K V, row, head, block)."""
+def _runs(table: NDArray[np.int64], shape: ListShape) -> NDArray[np.int64]:
+    """Runs of blocks[rows, width] in the order (K V, row, head, block), (K V, row, block) where tokens come first."""
+    if shape.nhd:
+        per_block = shape.block_rows // (shape.kv_heads * shape.tokens_per_block)
+        halves = np.arange(2, dtype=np.int64).reshape(2, 1, 1)
+        return (table[None] * per_block + halves).reshape(-1)
     heads = np.arange(2 * shape.kv_heads, dtype=np.int64).reshape(2, 1, shape.kv_heads, 1)
-    return (table[None, :, None, :] * shape.runs_per_block + heads).reshape(-1)
+    return (table[None, :, None, :] * (shape.block_rows // shape.tokens_per_block) + heads).reshape(-1)

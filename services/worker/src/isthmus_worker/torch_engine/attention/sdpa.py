@@ -23,33 +23,34 @@ if TYPE_CHECKING:
 
 
 class SdpaBackend:
-    """`scaled_dot_product_attention` on any device and dtype. `windows`: what each layer sees."""
+    """`scaled_dot_product_attention` on any device and dtype, over a cache in any layout."""
 
     name = "sdpa"
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
-        self._pool, self._windows = pool, windows
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
         self._scratch = _Scratch(pool)
 
     def begin(self, plan: StepPlan) -> SdpaStep:
-        """Index tensors and masks of one step, made once for all layers with the same window."""
-        parts = {window: _Parts(plan, self._pool, window) for window in set(self._windows)}
-        return SdpaStep(plan, self._pool, [parts[window] for window in self._windows], self._scratch)
+        """Index tensors and masks of one step, made once for all layers that see the same of the same blocks."""
+        pool = self._pool
+        kinds = list(zip(pool.list_of, pool.windows, strict=True))
+        parts = {kind: _Parts(plan, pool, *kind) for kind in set(kinds)}
+        return SdpaStep(pool, [parts[kind] for kind in kinds], self._scratch)
 
 
 class SdpaStep:
     """Attention of one step."""
 
-    def __init__(self, plan: StepPlan, pool: KvPool, parts: list[_Parts], scratch: _Scratch) -> None:
+    def __init__(self, pool: KvPool, parts: list[_Parts], scratch: _Scratch) -> None:
         self._pool, self._parts, self._scratch = pool, parts, scratch
-        self._write_rows = torch.from_numpy(plan.write_rows).to(pool.device)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """qkv [N, heads + 2 * kv_heads, head_dim], rotated. Stores K and V; returns [N, heads * head_dim]."""
         pool, parts = self._pool, self._parts[layer]
         heads = qkv.shape[1] - 2 * pool.kv_heads
         query, keys_values = qkv[:, :heads], qkv[:, heads:]
-        pool.rows[layer].index_copy_(0, self._write_rows, keys_values.reshape(-1, pool.head_dim))
+        pool.rows[layer].index_copy_(0, parts.write_rows, keys_values.reshape(-1, pool.head_dim))
         outs = [self._attend_decode(layer, query[one.begin : one.end], one) for one in parts.decode]
         for one in parts.prefill:
             rows = slice(one.begin, one.end)
@@ -89,7 +90,7 @@ class SdpaStep:
 class _Decode:
     begin: int
     end: int
-    runs: Tensor  # int64[2 * rows * kv_heads * blocks]
+    runs: Tensor
     context: int  # tokens that are kept of the gathered blocks
     mask: Tensor | None  # [rows, 1, 1, context], added to the scores
     unseen: Tensor | None  # bool[rows, 1, context, 1]: what a peer need not have sent, to be blanked
@@ -99,18 +100,20 @@ class _Decode:
 class _Prefill:
     begin: int
     end: int
-    runs: Tensor | None  # int64[2 * kv_heads * blocks]
+    runs: Tensor | None
     context: int
     blank: int  # as many of the first gathered tokens are to be blanked
     mask: Tensor | None  # [tokens, context]; None: plain causal
 
 
 class _Parts:
-    """What the layers of one window share."""
+    """What the layers of one block list and one window share."""
 
-    def __init__(self, plan: StepPlan, pool: KvPool, window: int | None) -> None:
-        self.decode = [_decode_part(one, pool) for one in decode_reads(plan.decode, pool.shape, window)]
-        self.prefill = [_prefill_part(prefill_read(one, pool.shape, window), pool, window) for one in plan.prefill]
+    def __init__(self, plan: StepPlan, pool: KvPool, number: int, window: int | None) -> None:
+        own, shape = plan.lists[number], pool.shapes[number]
+        self.write_rows = torch.from_numpy(own.write_rows).to(pool.device)
+        self.decode = [_decode_part(one, pool) for one in decode_reads(own.decode, shape, window)]
+        self.prefill = [_prefill_part(prefill_read(one, shape, window), pool, window) for one in own.prefill]
 
 
 def _decode_part(read: DecodeRead, pool: KvPool) -> _Decode:
@@ -139,7 +142,7 @@ def _prefill_part(read: PrefillRead, pool: KvPool, window: int | None) -> _Prefi
 
 def _added(visible: Tensor, pool: KvPool) -> Tensor:
     """0 where visible, -inf elsewhere, in the dtype of the scores: kernels would convert a bool mask per layer."""
-    mask = torch.zeros(visible.shape, dtype=pool.blocks.dtype).masked_fill_(~visible, float("-inf"))
+    mask = torch.zeros(visible.shape, dtype=pool.dtype).masked_fill_(~visible, float("-inf"))
     return mask.to(pool.device)
 
 
@@ -151,7 +154,7 @@ class _Scratch:
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
-        self._memory = pool.blocks.new_empty(0)
+        self._memory = pool.rows[0].new_empty(0)
 
     def gather(self, layer: int, runs: Tensor, rows: int, context: int) -> Tensor:
         """K and V, [2, rows, kv_heads, context, head_dim], valid until the next call."""
@@ -159,7 +162,9 @@ class _Scratch:
         source = pool.runs[layer]
         size = len(runs) * source.shape[1]
         if len(self._memory) < size:
-            self._memory = pool.blocks.new_empty(size)
+            self._memory = pool.rows[0].new_empty(size)
         out = self._memory[:size].view(len(runs), -1)
         torch.index_select(source, 0, runs, out=out)
+        if pool.shape.options.nhd:
+            return out.view(2, rows, -1, pool.kv_heads, pool.head_dim)[:, :, :context].transpose(2, 3)
         return out.view(2, rows, pool.kv_heads, -1, pool.head_dim)[..., :context, :]

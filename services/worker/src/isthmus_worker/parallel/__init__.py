@@ -1,0 +1,1 @@
+"""One instance over several processes: who holds what, and how the ranks are told what to compute. No torch here."""
