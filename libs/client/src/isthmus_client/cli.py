@@ -1,47 +1,37 @@
-"""The `isthmus` command. Exit codes: 0 done, 1 failed, 2 wrong options or settings, 3 could not start."""
+"""The `isthmus` command: what runs a cluster on this machine, and all the others put together.
+
+Exit codes are those of `isthmus_client.commands.shared`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
-import sys
-from collections.abc import Callable, Coroutine
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
-from google.protobuf.message import Message as ProtoMessage
-from rich.console import Console, Group
 
-from isthmus_client.client import Client, get_cluster
+from isthmus_client.client import Client
+from isthmus_client.commands import inspect, load, operate, settings, talk, watch
+from isthmus_client.commands.shared import COORDINATOR_PORT, GRPC_PORT, HTTP_PORT, Connection, console, run, say
 from isthmus_client.demo import run_demo
-from isthmus_client.generation import Message
 from isthmus_client.local import prepare_cluster
 from isthmus_client.runs import stop_runs
 from isthmus_client.session import run_cluster
-from isthmus_client.show import cluster_json, message_json, render_cluster
-from isthmus_client.supervisor import ChildFailed, LocalCluster
-from isthmus_client.timeline import render_timeline
-from isthmus_client.transfer import (
-    list_sessions,
-    plan_pair,
-    probe_pair,
-    render_plan,
-    render_probe,
-    render_sessions,
-)
-from isthmus_core.errors import ConfigError, IsthmusError, StartError
+from isthmus_client.supervisor import LocalCluster
+from isthmus_core.config import TlsConfig
 
-GRPC_PORT, HTTP_PORT, COORDINATOR_PORT = 50051, 8000, 50050
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Isthmus: serves a language model with prefill and decode on separate workers.",
 )
-console = Console()
+
+
+_OWN = "section.key=value of the {} instances only, for example parallel.tensor_parallel_size=2; may be repeated"
 
 
 @app.command()
@@ -57,6 +47,9 @@ def up(
     grpc_port: Annotated[int, typer.Option(help="gRPC API; 0 = any free port")] = GRPC_PORT,
     coordinator_port: Annotated[int, typer.Option(help="coordinator; 0 = any free port")] = COORDINATOR_PORT,
     start_timeout: Annotated[float, typer.Option(help="give up when not ready after so many seconds")] = 180.0,
+    context_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("context"))] = None,
+    generation_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("generation"))] = None,
+    unsplit_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("unsplit"))] = None,
 ) -> None:
     """Run a cluster on this machine until Ctrl-C."""
 
@@ -70,22 +63,23 @@ def up(
             config=config,
             log_dir=log_dir,
             ports=(grpc_port, http_port, coordinator_port),
-            report=_say,
+            report=say,
+            own={"context": context_set or [], "generation": generation_set or [], "unsplit": unsplit_set or []},
         )
-        _say(f"starting {len(cluster.specs)} processes (logs: {cluster.run.logs})")
+        say(f"starting {len(cluster.specs)} processes (logs: {cluster.run.logs})")
         await run_cluster(cluster, _serve, start_timeout_s=start_timeout)
-        _say("stopped")
+        say("stopped")
 
-    _run(main())
+    run(main())
 
 
 async def _serve(cluster: LocalCluster, stopping: asyncio.Event) -> None:
-    async with Client(cluster.grpc_endpoint) as client:
+    async with Client(cluster.grpc_endpoint, tls=cluster.tls) as client:
         model = (await client.list_models())[0].name
     for line in endpoint_lines(cluster.grpc_endpoint, cluster.http_endpoint, cluster.coordinator_endpoint, model):
-        _say(line)
+        say(line)
     await stopping.wait()
-    _say("stopping (Ctrl-C again kills)")
+    say("stopping (Ctrl-C again kills)")
 
 
 def endpoint_lines(grpc: str, http: str, coordinator: str, model: str) -> list[str]:
@@ -111,46 +105,9 @@ def down(timeout: Annotated[float, typer.Option(help="seconds to wait for the en
 
     async def main() -> None:
         stopped = await asyncio.to_thread(stop_runs, timeout)
-        _say(f"stopped {len(stopped)} cluster(s)" if stopped else "no cluster is running")
+        say(f"stopped {len(stopped)} cluster(s)" if stopped else "no cluster is running")
 
-    _run(main())
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="what to say to the model")],
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="through the chat template, or as plain text")] = True,
-    model: Annotated[str, typer.Option(help="may be left out when one model is served")] = "",
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default: the model's, else 1")] = None,
-    top_p: Annotated[float | None, typer.Option(help="share of the likeliest tokens; default: the model's")] = None,
-    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answer")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end the answer at this text; may be repeated")] = None,
-    endpoint: Annotated[str, typer.Option(help="host:port of the router")] = f"127.0.0.1:{GRPC_PORT}",
-    timeline: Annotated[bool, typer.Option("--timeline", help="print where the time went")] = False,
-) -> None:
-    """Ask a running cluster and print the answer as it comes."""
-
-    async def main() -> None:
-        async with Client(endpoint) as client:
-            asked = [Message("user", prompt)] if chat else prompt
-            parts = client.generate(
-                asked,
-                model=model,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                stop=stop or (),
-            )
-            async for part in parts:
-                print(part.text, end="", flush=True)
-                if part.end is not None:
-                    print()
-                    if timeline:
-                        console.print(render_timeline(part.end.timeline))
-
-    _run(main())
+    run(main())
 
 
 @app.command()
@@ -160,69 +117,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 64,
 ) -> None:
     """Start a split cluster, ask a question, show where the time went, stop."""
-    _run(run_demo(console, question=question, model=model, max_tokens=max_tokens))
-
-
-@app.command()
-def cluster(
-    coordinator: Annotated[str, typer.Option(help="host:port")] = f"127.0.0.1:{COORDINATOR_PORT}",
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
-    """Show the instances, which pairs work (and why others do not), and what is served."""
-
-    async def main() -> None:
-        state = await get_cluster(coordinator)
-        if as_json:
-            print(json.dumps(cluster_json(state), indent=2))
-        else:
-            console.print(render_cluster(state))
-
-    _run(main())
-
-
-@app.command()
-def sessions(
-    worker: Annotated[str, typer.Argument(help="host:port of a worker, see `isthmus cluster`")],
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
-    """Show who holds which pages of a worker, and what its streams to other workers have agreed on."""
-    _ask(list_sessions(worker), render_sessions, as_json=as_json)
-
-
-@app.command()
-def probe(
-    context: Annotated[str, typer.Argument(help="host:port of the context worker, which writes")],
-    generation: Annotated[str, typer.Option(help="name of the generation worker; needed when there are several")] = "",
-    nbytes: Annotated[int, typer.Option("--bytes", min=0, help="size of the large write; 0 = what is possible")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
-    """Measure the way of KV caches between two workers with real bytes, and name it."""
-    _ask(probe_pair(context, generation, nbytes), render_probe, as_json=as_json)
-
-
-@app.command()
-def plan(
-    worker: Annotated[str, typer.Argument(help="host:port of a worker")],
-    peer: Annotated[str, typer.Argument(help="host:port of the worker at the other end")],
-    tokens: Annotated[int, typer.Option(min=1, help="length of the prompt")] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-) -> None:
-    """Show what a hand-off between two workers would move, or every reason why they can not work together."""
-    _ask(plan_pair(worker, peer, tokens), render_plan, as_json=as_json)
-
-
-M = TypeVar("M", bound=ProtoMessage)
-
-
-def _ask(question: Coroutine[Any, Any, M], render: Callable[[M], Group], *, as_json: bool) -> None:
-    async def main() -> None:
-        answer = await question
-        if as_json:
-            print(json.dumps(message_json(answer), indent=2))
-        else:
-            console.print(render(answer))
-
-    _run(main())
+    run(run_demo(console, question=question, model=model, max_tokens=max_tokens))
 
 
 @app.command()
@@ -231,26 +126,36 @@ def version() -> None:
     print(f"isthmus {package_version('isthmus-client')}")
 
 
-def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+for _command in (
+    talk.generate,
+    talk.chat,
+    inspect.cluster,
+    watch.top,
+    inspect.sessions,
+    inspect.plan,
+    inspect.probe,
+    inspect.trace,
+    operate.drain,
+    operate.role,
+    load.bench,
+    settings.doctor,
+    settings.certs,
+):
+    app.command()(_command)
+app.add_typer(settings.config, name="config")
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command; every foreseen failure is one readable message and an exit code."""
-    try:
-        asyncio.run(work)
-    except (ConfigError, StartError, ChildFailed) as error:
-        _fail(str(error), error.exit_code)
-    except IsthmusError as error:
-        _fail(f"{error.code.name}: {error.message}", 1)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _fail("interrupted", 130)
-
-
-def _fail(message: str, code: int) -> None:
-    sys.stdout.flush()
-    print(f"isthmus: {message}", file=sys.stderr)
-    raise typer.Exit(code)
+@app.callback()
+def certificates(
+    tls_ca: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_CA", help="PEM: who is believed")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_CERT", help="PEM: who we are")] = None,
+    tls_key: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_KEY", help="PEM: its private key")] = None,
+) -> None:
+    """Isthmus: serves a language model with prefill and decode on separate workers."""
+    given = (tls_ca, tls_cert, tls_key)
+    if any(given) and not all(given):
+        raise typer.BadParameter("--tls-ca, --tls-cert and --tls-key: all three or none")
+    Connection.tls = TlsConfig(ca=tls_ca, cert=tls_cert, key=tls_key) if all(given) else None
 
 
 def main() -> None:

@@ -114,13 +114,15 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a request. `reason`: why the last answer to end did: "stop" or "length"."""
+    """End of a request. `reason`: why the last answer to end did: "stop" or "length". `retries`: why instances were
+    given up on the way, in order."""
 
     reason: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     timeline: Timeline
+    retries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ def parse_part(
             finished.completion_tokens,
             finished.cached_tokens,
             timeline_from_report(finished.report),
+            tuple(finished.report.retries),
         )
         return Part("", (), request_id, end=end)
     reason = None

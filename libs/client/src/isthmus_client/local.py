@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,8 +44,10 @@ async def prepare_cluster(
     log_dir: Path | None,
     ports: tuple[int, int, int],
     report: Report,
+    own: Mapping[str, Sequence[str]] | None = None,
 ) -> LocalCluster:
     """Check the options, prove the ports (`gRPC, HTTP, coordinator`; 0 = any), fetch the model, lay out a run folder.
+    `own`: overrides of the workers of one kind.
 
     Nothing is spawned yet except the model fetch. Raises ConfigError, StartError.
     """
@@ -53,7 +55,7 @@ async def prepare_cluster(
     kind = engine_kind(engine, base)
     if kind == "mock" and model is not None:
         raise ConfigError(f"--model {model}: the mock engine has no weights; leave --model out")
-    options = ClusterOptions(context, generation, unsplit, kind, Path("unknown"), None, base)
+    options = ClusterOptions(context, generation, unsplit, kind, Path("unknown"), None, base, own or {})
     options.validate()
     grpc, http, coordinator = ports
     chosen = choose_ports(len(options.workers), grpc=grpc, http=http, coordinator=coordinator)
@@ -62,6 +64,6 @@ async def prepare_cluster(
     if kind == "torch":
         path = await fetch_model(model or section.get("path") or "default")
     name = section.get("name")
-    options = ClusterOptions(context, generation, unsplit, kind, path, name, base)
+    options = ClusterOptions(context, generation, unsplit, kind, path, name, base, own or {})
     run = await asyncio.to_thread(create_run, log_dir)
     return LocalCluster(options, chosen, run, report=report)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from isthmus_core.config import parse_config
+from isthmus_core.config import parse_config, set_key
 from isthmus_core.errors import ConfigError
 
 EngineKind = Literal["torch", "mock"]
@@ -16,11 +16,13 @@ Settings = dict[str, Any]
 MOCK_BLOCKS = 4096
 # A person who pressed Ctrl-C waits; services in a fleet get the longer default of the schema.
 LOCAL_DRAIN_S = 5.0
+_ROLES = {"unsplit": "context_and_generation"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """A local cluster. `base` holds settings of the user's file; what is written here wins over it."""
+    """A local cluster. `base` holds settings of the user's file; what is written here wins over it. `own`: overrides
+    (section.key=value) of the workers of one kind: context, generation or unsplit."""
 
     context: int = 1
     generation: int = 1
@@ -29,6 +31,14 @@ class ClusterOptions:
     model_path: Path | None = None
     model_name: str | None = None
     base: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    own: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+    def settings_of(self, kind: str) -> Settings:
+        """What the overrides of a kind say. Raises ConfigError."""
+        settings: Settings = {}
+        for text in self.own.get(kind, ()):
+            set_key(settings, text)
+        return settings
 
     def validate(self) -> None:
         """Raise ConfigError when the options can not make a cluster that serves."""
@@ -47,10 +57,9 @@ class ClusterOptions:
 
     @property
     def workers(self) -> list[tuple[str, str]]:
-        """(instance id, role) of every worker."""
+        """(instance id, kind) of every worker."""
         counts = (("context", self.context), ("generation", self.generation), ("unsplit", self.unsplit))
-        roles = {"unsplit": "context_and_generation"}
-        return [(f"{kind}-{index}", roles.get(kind, kind)) for kind, count in counts for index in range(count)]
+        return [(f"{kind}-{index}", kind) for kind, count in counts for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +106,11 @@ def plan_cluster(options: ClusterOptions, ports: Ports, state_dir: Path, cores: 
         return ProcessSpec(name, module, settings, address)
 
     specs = [spec("coordinator", "isthmus_coordinator", coordinator, {"coordinator": {"listen": coordinator}})]
-    for (instance_id, role), port in zip(options.workers, ports.workers, strict=True):
+    for (instance_id, kind), port in zip(options.workers, ports.workers, strict=True):
         listen = f"127.0.0.1:{port}"
-        worker: Settings = {"instance_id": instance_id, "role": role, "listen": listen, "coordinator": coordinator}
-        worker["state_dir"] = str(state_dir)
-        specs.append(spec(instance_id, "isthmus_worker", listen, {"worker": worker}))
+        worker: Settings = {"instance_id": instance_id, "role": _ROLES.get(kind, kind), "listen": listen}
+        worker |= {"coordinator": coordinator, "state_dir": str(state_dir)}
+        specs.append(spec(instance_id, "isthmus_worker", listen, merge(options.settings_of(kind), {"worker": worker})))
     listen = f"127.0.0.1:{ports.router_grpc}"
     http = f"127.0.0.1:{ports.router_http}"
     router: Settings = {"listen": listen, "http_listen": http, "coordinator": coordinator}
@@ -111,8 +120,13 @@ def plan_cluster(options: ClusterOptions, ports: Ports, state_dir: Path, cores: 
 
 def _defaults(options: ClusterOptions, cores: int) -> Settings:
     """Settings that suit one machine; the user's file may change them."""
-    # Workers compute at the same time: more threads than cores make every one of them slower.
-    engine: Settings = {"num_threads": max(1, cores // max(1, len(options.workers)))}
+    # Workers and their ranks compute at the same time: more threads than cores make every one of them slower.
+    ranks = 0
+    for _, kind in options.workers:
+        ranks += parse_config(
+            {"parallel": merge(options.base, options.settings_of(kind)).get("parallel", {})}
+        ).parallel.world_size
+    engine: Settings = {"num_threads": max(1, cores // max(1, ranks))}
     if options.engine == "mock":
         engine["num_blocks"] = MOCK_BLOCKS
     return {

@@ -18,6 +18,7 @@ import yaml
 from isthmus_client.launch import ChildProcess
 from isthmus_client.plan import ClusterOptions, Ports, ProcessSpec, Settings, plan_cluster
 from isthmus_client.runs import Run
+from isthmus_core.config import TlsConfig, parse_config
 from isthmus_core.errors import StartError
 from isthmus_core.process import free_port, prove_port_free
 from isthmus_core.rpc import wait_serving
@@ -126,6 +127,11 @@ class LocalCluster:
             arguments += ["--set", "coordinator.id_grace_s=0"]
         return ChildProcess(spec.name, spec.module, arguments, self.run.logs / f"{spec.name}.log", self._environment)
 
+    @property
+    def tls(self) -> TlsConfig:
+        """Certificates of the cluster's processes, with which it can be asked."""
+        return parse_config(self.specs[0].settings).tls
+
     async def start(self, timeout_s: float = 120.0) -> None:
         """Spawn everything and return when the router serves the model through at least one placement.
 
@@ -159,7 +165,7 @@ class LocalCluster:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         names = list(self._members)
-        waits = (wait_serving(self._members[name].spec.address, timeout_s) for name in names)
+        waits = (wait_serving(self._members[name].spec.address, timeout_s, tls=self.tls) for name in names)
         serving = await asyncio.gather(*waits)
         late = [name for name, ok in zip(names, serving, strict=True) if not ok]
         if not late and await self._http_ready(deadline):

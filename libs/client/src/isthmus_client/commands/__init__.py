@@ -1,0 +1,1 @@
+"""The commands of `isthmus`, a module for each group; `isthmus_client.cli` puts them together."""

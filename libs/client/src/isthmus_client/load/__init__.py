@@ -1,0 +1,1 @@
+"""`isthmus bench`: requests at random times against a running cluster, and what they took."""
