@@ -6,11 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before torch is imported, here and in every process that a test starts: tests share the cores with each other, and
 # more threads than cores make the small matrices of the tests ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Machines are shared: how long an example takes says nothing.
+hypothesis.settings.register_profile("isthmus", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("isthmus")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 

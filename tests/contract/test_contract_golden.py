@@ -96,10 +96,10 @@ def bodies() -> dict[str, PeerBody]:
     refused = TransferNotice(KEY, 0, 0, WriterOutcome.NEVER_STARTED, (), "expired", not_held=True, receive=9)
     blocks = (RankBlocks(1, 0, np.array([5, -1, 7], np.int32)),)
     every: list[PeerBody] = [
-        Hello(1, 1, both, limits, ("packed",), _instance(), 3),
+        Hello(1, 1, both, limits, ("packed",), _instance(), 3, "cma"),
         Welcome(1, both, limits, _instance(), THERE, 3),
         Reject((Incompatibility("field", "a", "b", "make them equal"),)),
-        KvRequest(KEY, TokenRange(0, 12), blocks, trace, 9, may_retry=True),
+        KvRequest(KEY, TokenRange(0, 12), blocks, trace, 9, may_retry=True, src_dp=3),
         notice,
         Cancel(KEY, 9),
         Reconcile((receive,)),

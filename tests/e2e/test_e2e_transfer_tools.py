@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from cluster import MOCK, assert_idle, running_cluster
+from command import isthmus
 from isthmus_client.supervisor import LocalCluster
-
-
-async def isthmus(*arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed."""
-    process = await asyncio.create_subprocess_exec(
-        str(Path(sys.executable).with_name("isthmus")),
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
 
 
 async def answer(*arguments: str) -> Any:
@@ -42,14 +29,14 @@ async def test_people_can_ask_about_a_pair(tmp_path: Path):
         # The negotiated values are the same on both sides.
         assert [len(peers) for peers in terms] == [1, 1]
         assert all(terms[0][0][key] == terms[1][0][key] for key in ("protocol_version", "capabilities", "limits"))
-        planned = await answer("plan", generation, context, "--tokens", "64")
+        planned = await answer("plan", "--from", generation, "--to", context, "--tokens", "64")
         assert planned["compatible"]
         (write,) = planned["writes"]
         assert write["path"] == ""
         (measured,) = (await answer("probe", context))["pairs"]
         assert measured["path"].startswith("nixl/ucx"), measured
         assert measured["problem"] == ""
-        (known,) = (await answer("plan", context, generation, "--tokens", "64"))["writes"]
+        (known,) = (await answer("plan", "--from", context, "--to", generation, "--tokens", "64"))["writes"]
         assert (known["path"], known["bytes"]) == (measured["path"], write["bytes"])
         code, table = await isthmus("probe", context)
         assert code == 0

@@ -19,6 +19,7 @@ from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc
 
 from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client
+from isthmus_client.client import get_cluster
 from isthmus_client.supervisor import LocalCluster
 from isthmus_core.errors import IsthmusError
 from isthmus_core.rpc import open_channel
@@ -199,7 +200,11 @@ async def test_the_coordinator_is_started_again_under_load(tmp_path: Path):
         await asyncio.wait(asking, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         cluster.process("coordinator").signal_group(signal.SIGKILL)
         outcomes = await asyncio.gather(*asking)
-        # Requests that have their place need no coordinator.
+        # Requests that have their place need no coordinator, and the others wait for the next one.
         assert _check(prompts, outcomes, 60) == 0
         await _serves_again(client)
         await assert_idle(cluster)
+        # What the instances have cached has been told again.
+        members = (await get_cluster(cluster.coordinator_endpoint)).members
+        assert len(members) >= 2
+        assert all(member.indexed_blocks for member in members)

@@ -27,6 +27,7 @@ from isthmus_core.process import free_port
 from isthmus_core.rpc import RpcServer
 from isthmus_router.coordinator_client import CoordinatorClient
 from isthmus_router.coordinator_messages import Placement
+from isthmus_router.ports import PlacementRequest
 
 
 def key(number: int, attempt: int = 0) -> RequestKey:
@@ -49,7 +50,7 @@ async def connected(
 async def place(
     client: CoordinatorClient, number: int, attempt: int = 0, *, model: str = "m", timeout_s: float = 20.0
 ) -> Placement:
-    return await client.select(key(number, attempt), model, 4, 4, None, timeout_s)
+    return await client.select(PlacementRequest(key(number, attempt), model, 4, 4), timeout_s)
 
 
 async def served(client: CoordinatorClient) -> None:

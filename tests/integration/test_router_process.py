@@ -4,38 +4,21 @@ coordinator and a worker that registers with it."""
 import asyncio
 import signal
 import socket
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from isthmus.v1 import coordinator_service_pb2 as coordinator_pb
 from isthmus.v1 import inference_service_pb2 as pb
-from isthmus.v1 import worker_service_pb2_grpc
 from isthmus.v1.coordinator_service_pb2_grpc import CoordinatorServiceStub
 from isthmus.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from isthmus_core.process import free_port
-from isthmus_core.rpc import RpcServer, open_channel, wait_serving
-from router_fakes import FakeWorkerServicer
+from isthmus_core.rpc import open_channel, wait_serving
+from router_service import RegisteringWorker, service
 
 pytestmark = pytest.mark.integration
 BYTE_MODEL = ("model.tokenizer=byte", "model.name=m")
-
-
-@asynccontextmanager
-async def service(module: str, *overrides: str) -> AsyncIterator[Process]:
-    flags = [flag for override in overrides for flag in ("--set", override)]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *flags, stdout=DEVNULL, stderr=PIPE)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def router_fails(*overrides: str) -> tuple[int | None, str]:
@@ -78,42 +61,6 @@ async def test_an_absent_coordinator_exits_3_after_the_start_timeout() -> None:
     assert str(missing) in stderr
 
 
-class Member:
-    """A worker that registers and serves everything by itself."""
-
-    def __init__(self, coordinator: str) -> None:
-        self.servicer = FakeWorkerServicer()
-        self.rpc = RpcServer()
-        self._channel = open_channel(coordinator)
-
-    async def join(self) -> None:
-        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.rpc.server)
-        port = await self.rpc.start("127.0.0.1:0")
-        instance = coordinator_pb.InstanceDescriptor(
-            instance_id="whole-0",
-            incarnation=b"w" * 16,
-            endpoint=f"127.0.0.1:{port}",
-            role="INSTANCE_ROLE_CONTEXT_AND_GENERATION",
-            model="m",
-            max_model_len=4096,
-            tokens_per_block=16,
-            engine="mock",
-            schema_version=1,
-            total_blocks=1000,
-        )
-        self._call = CoordinatorServiceStub(self._channel).Register()
-        hello = coordinator_pb.RegisterHello(instance=instance)
-        await self._call.write(coordinator_pb.RegisterRequest(hello=hello))
-        first = await self._call.read()
-        assert isinstance(first, coordinator_pb.RegisterResponse), first
-        assert first.HasField("welcome")
-
-    async def leave(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
-        await self.rpc.stop(0)
-
-
 async def open_requests(coordinator: str) -> int:
     channel = open_channel(coordinator)
     try:
@@ -127,7 +74,7 @@ async def test_a_routers_life_beside_a_real_coordinator() -> None:
     coordinator_port, grpc_port, http_port = free_port(), free_port(), free_port()
     coordinator, url = f"127.0.0.1:{coordinator_port}", f"http://127.0.0.1:{http_port}"
     where = addresses(grpc_port, http_port, coordinator_port)
-    member = Member(coordinator)
+    member = RegisteringWorker(coordinator)
     async with (
         service("isthmus_coordinator", f"coordinator.listen={coordinator}", "coordinator.id_grace_s=0") as _,
         service("isthmus_router", *where, *BYTE_MODEL, "router.drain_s=5") as router,

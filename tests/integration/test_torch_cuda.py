@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from greedy_driver import GREEDY, GreedySequence, blocks_for, run_greedy
+from greedy_driver import GREEDY, GreedySequence, blocks_for, run_greedy, whole_shape
 from isthmus_worker.runner import BatchRow
 from isthmus_worker.torch_engine import TorchRunner
 from isthmus_worker.torch_engine.attention import choose_attention, open_attention
 from isthmus_worker.torch_engine.batch import plan_step
+from isthmus_worker.torch_engine.joint_step import join
 from isthmus_worker.torch_engine.kv_pool import KvPool
 from isthmus_worker.torch_engine.loader import load_weights
 from isthmus_worker.torch_engine.model import Decoder
@@ -73,16 +74,16 @@ def _logits(folder: Path, asked: str, dtype: torch.dtype, steps: int) -> list[to
     with torch.inference_mode():
         model = Decoder(config, 2048, dtype, device)
         load_weights(folder, model.targets(), config.tied)
-        pool = KvPool(config, NUM_BLOCKS, 16, dtype, device)
+        pool = KvPool(whole_shape(config, dtype), (NUM_BLOCKS,), config.head_dim, dtype, device)
         choice = choose_attention(asked, config, dtype, device)
         assert choice.name == asked
-        attention = open_attention(choice, config, pool)
+        attention = open_attention(choice, config.heads, pool)
         lines = _lines(256)
         for _ in range(steps):
             rows = [one.row() for one in lines]
-            plan = plan_step(rows, pool.shape, config.vocab_size, 2048)
+            plan = plan_step(rows, pool.shapes, config.vocab_size, 2048)
             pool.begin_step(plan)
-            found.append(model.forward(plan, attention.begin(plan)).float().cpu())
+            found.append(model.forward(join(rows, 1, 0, plan), attention.begin(plan)).float().cpu())
             for one, row in zip(lines, rows, strict=True):
                 one.done += len(row.token_ids)
                 one.tokens += [one.done % 300 + 4] if row.draws else []
@@ -111,5 +112,5 @@ def test_flashinfer_is_the_choice_where_it_can_be(tmp_path: Path) -> None:
     assert runner.describe().kernels == "flashinfer"
     runner.allocate_cache(8)
     runner.warm_up()
-    ((drawn,),) = runner.execute([BatchRow(np.arange(4, 40), 0, np.array([5, 1, 3], np.int32), GREEDY)])
+    ((drawn,),) = runner.execute([BatchRow(np.arange(4, 40), 0, (np.array([5, 1, 3], np.int32),), GREEDY)])
     assert 0 <= drawn.token < 320

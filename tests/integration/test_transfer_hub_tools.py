@@ -25,14 +25,24 @@ SCRATCH = 1 << 20
 class Pair:
     """Two instances; every rank has scratch memory unless told otherwise."""
 
-    def __init__(self, *, context: ProbePolicy | None = None, peer_scratch: bool = True, **shapes: Shape) -> None:
+    def __init__(
+        self,
+        *,
+        context: ProbePolicy | None = None,
+        peer_scratch: bool = True,
+        require_path: str = "",
+        **shapes: Shape,
+    ) -> None:
         self.keep = [host_scratch(SCRATCH), host_scratch(SCRATCH)]
         fabric, (near, far) = LoopbackFabric(), (region for region, _ in self.keep)
         policy = context or ProbePolicy()
         policy = ProbePolicy(near, policy.on_connect, policy.require_path)
         theirs = ProbePolicy(far) if peer_scratch else None
         self.context = Side("c", InstanceRole.CONTEXT, fabric, probing=policy)
-        self.generation = Side("g", InstanceRole.GENERATION, fabric, probing=theirs, shape=shapes.get("shape"))
+        shape = shapes.get("shape")
+        self.generation = Side(
+            "g", InstanceRole.GENERATION, fabric, probing=theirs, shape=shape, require_path=require_path
+        )
 
     async def __aenter__(self) -> Pair:
         await self.context.start()
@@ -148,6 +158,18 @@ async def test_nonsense_is_refused():
         assert (code, "memory_kind" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+async def test_a_connected_peer_is_not_asked_for_its_description_again(monkeypatch: pytest.MonkeyPatch):
+    def nobody(*_: object) -> None:
+        raise AssertionError("a call was made")
+
+    async with Pair() as pair:
+        await connect(pair.generation, pair.context)
+        monkeypatch.setattr("kvtransfer.hub.tools.open_channel", nobody)
+        for ask, other in ((pair.ask_context, pair.generation), (pair.ask_generation, pair.context)):
+            question = transfer_tools_pb2.PlanTransferRequest(endpoint=other.endpoint, prompt_tokens=16)
+            assert (await ask.PlanTransfer(question)).compatible
+
+
 async def test_a_pair_is_measured_before_its_first_use():
     async with Pair(context=ProbePolicy(on_connect=True)) as pair:
         await connect(pair.generation, pair.context)
@@ -167,6 +189,23 @@ async def test_a_pair_on_another_path_is_refused_with_both_values(monkeypatch, p
         assert reason.field == "transfer.require_path"
         assert reason.yours == "cma"
         assert ("loopback" if peer_scratch else "no scratch memory") in reason.mine
+
+
+@pytest.mark.parametrize("peer_scratch", [True, False])
+async def test_a_generation_instance_that_requires_another_path_is_told_why_it_has_no_pair(peer_scratch: bool):
+    """The context side measures for it, although it requires nothing itself."""
+    async with Pair(peer_scratch=peer_scratch, require_path="cma") as pair:
+        pair.generation.hub.set_context_peers([pair.context.address])
+        await until(lambda: any(one.state is PairState.INCOMPATIBLE for one in pair.generation.hub.pairs()))
+        (status,) = pair.generation.hub.pairs()
+        (reason,) = status.incompatibilities
+        assert (reason.field, reason.mine) == ("transfer.require_path", "cma")
+        assert ("loopback" if peer_scratch else "no scratch memory") in reason.yours
+
+
+async def test_a_generation_instance_that_requires_the_path_that_is_taken_gets_its_pair():
+    async with Pair(require_path="loopback") as pair:
+        await connect(pair.generation, pair.context)
 
 
 async def test_an_instance_that_can_never_take_the_required_path_does_not_start():

@@ -14,9 +14,9 @@ import pytest
 
 from fake_coordinator import FakeCoordinator
 from isthmus_core.errors import IsthmusError, from_rpc_error, retry_after_s
+from isthmus_core.generation import chunk_from_pb, sampling_to_pb
 from isthmus_core.process import free_port
 from isthmus_worker.engine import FinishReason, Sampling
-from isthmus_worker.wire.tokens import chunk_from_pb, sampling_to_pb
 from mock_oracle import oracle
 from worker_process import BASE, WorkerProcess, leg, tokens, worker
 

@@ -37,7 +37,7 @@ async def test_hello_then_everything_that_changes():
         hello = coordinator.said("hello")[0].instance
         assert (hello.instance_id, hello.endpoint, hello.model, hello.total_blocks) == ("g-0", "127.0.0.1:9", "m", 100)
         assert hello.role == 2
-        assert hello.schema_version == 1
+        assert hello.schema_version == 2
         coordinator.send(peers("c-0", "c-1"))
         assert [peer.instance_id for peer in await heard.get()] == ["c-0", "c-1"]
         reason = Incompatibility("model.kv_dtype", "F32", "BF16", "use one dtype")

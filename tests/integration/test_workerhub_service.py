@@ -20,9 +20,12 @@ import fake_engine
 from fake_engine import ANSWER, DIE, HOLD, REFUSE, STALL
 from isthmus_core.config import parse_config
 from isthmus_core.errors import from_rpc_error
+from isthmus_core.metrics import NO_METRICS
 from isthmus_core.rpc import RpcServer, open_channel, outgoing_metadata
 from isthmus_core.tracing import TraceContext, Tracing
+from isthmus_worker.hub.leg_telemetry import LegTelemetry
 from isthmus_worker.hub.servicer import Serving, WorkerServicer
+from isthmus_worker.hub.timelines import Timelines
 from isthmus_worker.process_engine import EngineLaunch, ProcessEngine
 from kvtransfer.ports import Holder
 from kvtransfer.rank_info import InstanceRole
@@ -68,7 +71,8 @@ async def _service(role: InstanceRole) -> AsyncGenerator[Service, None]:
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     port = await server.start("127.0.0.1:0")
     await engine.start()
-    servicer.serve(Serving(engine, HERE, engine.load, tracing))
+    legs = LegTelemetry(tracing, NO_METRICS, Timelines(100), HERE.instance_id)
+    servicer.serve(Serving(engine, HERE, engine.load, legs))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         yield Service(engine, stub, tracing, spans, servicer)
@@ -269,7 +273,7 @@ async def test_spans_of_a_leg_hang_under_the_callers(service: Service):
     await service.idle()
     await asyncio.to_thread(service.tracing.flush)
     spans: list[Any] = list(service.spans.get_finished_spans())
-    legs = {span.attributes["isthmus.request_id"] - BASE: span for span in spans if span.name == "worker.request"}
+    legs = {int(span.attributes["isthmus.request_id"]) - BASE: span for span in spans if span.name == "worker.request"}
     assert sorted(legs) == [0, 1, 2], "a call without a trace is not recorded"
     assert all(span.parent.span_id == int.from_bytes(parent.span_id) for span in legs.values())
     assert legs[0].status.description is None

@@ -16,6 +16,7 @@ from isthmus.v1 import coordinator_service_pb2 as pb
 from isthmus.v1 import coordinator_service_pb2_grpc
 from isthmus.v1.common_pb2 import RequestKey as RequestKeyPb
 
+from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.leases import LeaseTable
 from isthmus_coordinator.membership import Instance, Role
 from isthmus_coordinator.server import CoordinatorServicer, Limits
@@ -60,11 +61,12 @@ async def start_coordinator(
     first: int = 0,
     limits: Limits | None = None,
     tracing: Tracing | None = None,
+    cluster: Cluster | None = None,
 ) -> Running:
     """A coordinator on a loopback port."""
     leases = LeaseTable(ttl_s, grace_s=grace_s, started=time.monotonic(), first=first)
     tracing = tracing or Tracing.from_config(TelemetryConfig(), "test")
-    servicer = CoordinatorServicer(leases, tracing, limits or Limits())
+    servicer = CoordinatorServicer(leases, tracing, limits or Limits(), cluster=cluster)
     server = RpcServer()
     coordinator_service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.server)
     server.expose(pb.DESCRIPTOR)
@@ -147,7 +149,7 @@ class Peer:
         """A member's stream, welcomed."""
         stream = RawStream(self.stub.Register())
         await stream.send(pb.RegisterRequest(hello=pb.RegisterHello(instance=instance_to_pb(one))))
-        assert (await stream.receive("welcome")).schema_version == 1
+        assert (await stream.receive("welcome")).schema_version == 2
         return stream
 
     async def route(self, router_id: str = "r", lease: pb.IdLease | None = None) -> RawStream:

@@ -35,16 +35,17 @@ def first_of(leg: EngineRequest) -> list[int]:
 
 
 class EnginePair:
-    """Two engine processes whose ranks know each other."""
+    """Two engine processes whose ranks know each other. `other`: settings of the generation instance, when it has
+    others."""
 
-    def __init__(self, make: Callable[..., EngineUnderTest], config: Settings) -> None:
-        def start(role: str) -> EngineUnderTest:
-            return make({**config, "worker": {"role": role}, "transfer": {"backend": "nixl"}}, with_rank=True)
+    def __init__(self, make: Callable[..., EngineUnderTest], config: Settings, other: Settings | None = None) -> None:
+        def start(role: str, own: Settings) -> EngineUnderTest:
+            return make({**own, "worker": {"role": role}, "transfer": {"backend": "nixl"}}, with_rank=True)
 
-        self.context, self.generation = start("context"), start("generation")
-        self.context.ready()
+        self.context, self.generation = start("context", config), start("generation", other or config)
+        self.total_blocks = {id(self.context): self.context.ready().total_blocks}
         described = self.generation.ready()
-        self.total_blocks = described.total_blocks
+        self.total_blocks[id(self.generation)] = described.total_blocks
         for rank in (self.context, self.generation):
             ready = rank.rank_event()
             assert isinstance(ready, RankReady)
@@ -74,7 +75,7 @@ class EnginePair:
 
     def write(self, offer: SendOffer, wanted: ReceiveRequest) -> TransferNotice:
         """One write of what is wanted, to its end."""
-        assert wanted.tokens == offer.tokens
+        assert wanted.tokens.end == offer.tokens.end
         self.context.order(
             WriteOrder(
                 offer.key,
@@ -107,6 +108,7 @@ class EnginePair:
         """Both leave in order, holding nothing."""
         for engine in (self.context, self.generation):
             load = [event for event in engine.events if isinstance(event, EngineLoad)][-1]
-            assert load == EngineLoad(total_blocks=self.total_blocks)
+            total = self.total_blocks[id(engine)]
+            assert load == EngineLoad(total_blocks=total, receive_credits=total)
             engine.send(Stop())
             assert engine.outcome()[0] == 0

@@ -66,7 +66,7 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
         listening = asyncio.create_task(listen())
         try:
             if not self.mute:
-                yield Response(welcome=coordinator_service_pb2.RegisterWelcome(schema_version=1))
+                yield Response(welcome=coordinator_service_pb2.RegisterWelcome(schema_version=2))
             while (message := await outbox.get()) is not None:
                 if isinstance(message, grpc.StatusCode):
                     await context.abort(message, "replaced by another incarnation")

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus_worker.cache.layout import CacheOptions, CacheShape, LayerGroups
 from isthmus_worker.engine import Sampling
 from isthmus_worker.runner import BatchRow, Draw, Drawn, ModelRunner
+from kvtransfer.page_table import HeadInterval
+
+if TYPE_CHECKING:
+    import torch
+
+    from isthmus_worker.torch_engine.model_config import ModelConfig
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, np.int64)
 # One greedy token; what the penalties would look at is not needed.
@@ -39,7 +46,7 @@ class GreedySequence:
         """The next chunk of the prompt, or the last token."""
         end = min(self.done + self.chunk, len(self.tokens))
         ids = np.array(self.tokens[self.done : end], np.int64)
-        return BatchRow(ids, self.done, self.blocks, GREEDY if end == len(self.tokens) else ())
+        return BatchRow(ids, self.done, (self.blocks,), GREEDY if end == len(self.tokens) else ())
 
     def take(self, row: BatchRow, drawn: Sequence[Drawn]) -> None:
         """The result of `row`."""
@@ -51,6 +58,18 @@ class GreedySequence:
 def blocks_for(tokens: int, tokens_per_block: int = 16) -> int:
     """Blocks that hold `tokens`."""
     return -(-tokens // tokens_per_block)
+
+
+def whole_shape(config: ModelConfig, dtype: torch.dtype, options: CacheOptions | None = None) -> CacheShape:
+    """The cache of a model that is not split, in blocks of 16 tokens."""
+    return CacheShape(
+        tuple(range(config.layers)),
+        LayerGroups.of(config.windows),
+        HeadInterval(0, config.kv_heads),
+        16,
+        config.head_dim * dtype.itemsize,
+        options or CacheOptions(),
+    )
 
 
 def run_greedy(runner: ModelRunner, sequences: Sequence[GreedySequence], new_tokens: int) -> list[list[int]]:

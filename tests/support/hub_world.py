@@ -31,6 +31,7 @@ from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvtransfer.bounce.policy import BouncePolicy
     from kvtransfer.control.negotiation import Dialect
     from kvtransfer.ports import HubToRank
 
@@ -78,7 +79,8 @@ class Side:
         tracing: Tracing = NO_TRACING,
         total_blocks: int = 64,
         probing: ProbePolicy | None = None,
-        **settings: float,
+        bouncing: BouncePolicy | None = None,
+        **settings: float | str,
     ) -> None:
         self.name, self.incarnation = name, os.urandom(16)
         self.storage = Storage(shape or Shape(), layout, total_blocks)
@@ -87,7 +89,13 @@ class Side:
         self.kills, self.stops = list[tuple[int, str]](), list[str]()
         self._events: list[RankToHub] = []
         self.rank = RankTransceiver(
-            self.storage.page_table(), 0, Topology(), self.agent, self._events.append, probing=probing
+            self.storage.page_table(),
+            0,
+            Topology(),
+            self.agent,
+            self._events.append,
+            probing=probing,
+            bouncing=bouncing,
         )
         self.config = TransferConfig("loopback", **settings)  # pyright: ignore[reportArgumentType]
         self._make = (role, model, exited, dialect, tracing)

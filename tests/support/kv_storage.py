@@ -165,9 +165,9 @@ def entries(layers: list[int], offsets: list[int], size: int) -> BufferEntries:
     )
 
 
-def rank_info(table: PageTable, rank: int = 0, tp: int = 1, backend: str = "loopback") -> RankInfo:
+def rank_info(table: PageTable, rank: int = 0, tp: int = 1, backend: str = "loopback", dp: int = 1) -> RankInfo:
     """A rank that has not started: its agent's name leads nowhere."""
-    topology = Topology(tp_size=tp, tp_rank=rank)
+    topology = Topology(tp_size=tp, tp_rank=rank, dp_size=dp)
     return RankInfo(rank, topology, table, AgentDescriptor(backend, f"agent-{rank}", b"m"))
 
 

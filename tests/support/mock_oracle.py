@@ -51,26 +51,34 @@ def oracle(
     seed: int = 0,
     layers: int = 2,
     bytes_per_token: int = 8,
+    window: int | None = None,
     sampling: Sampling | None = None,
     sample: int = 0,
 ) -> list[int]:
     """The first `n` tokens after `prompt`, whatever the block size, the chunks and the instances that compute them.
 
-    `seed`, `layers`, `bytes_per_token`: of the model. `sample`: which answer of a request with `sampling` (greedy);
-    stop tokens do not end it.
+    `seed`, `layers`, `bytes_per_token`, `window`: of the model. `sample`: which answer of a request with `sampling`
+    (greedy); stop tokens do not end it.
     """
     inner = layers * 2 * bytes_per_token // 8
     salts = [_numbered(b"SALTSALT", index) for index in range(inner)]
     coefficients = [_numbered(b"COEFFICI", index) | 1 for index in range(inner)]
     key = _mix(seed)
     tokens = list(prompt)
-    state = 0
+    # Layers that see everything, and those with a window: what each position adds to the state.
+    per_layer = inner // layers
+    added: list[tuple[int, int]] = []
     for position in range(len(prompt) + n - 1):
         base = _mix(key ^ (tokens[position] * _GOLDEN + position * 0xD1B54A32D192ED03) & _MASK)
         words = (_mix(base ^ salt) for salt in salts)
-        value = sum(coefficient * word for coefficient, word in zip(coefficients, words, strict=True))
-        state = (state + (_numbered(b"WEIGHT__", position) | 1) * value) & _MASK
+        parts = [0, 0]
+        for index, (coefficient, word) in enumerate(zip(coefficients, words, strict=True)):
+            parts[window is not None and index // per_layer % 2] += coefficient * word
+        weight = _numbered(b"WEIGHT__", position) | 1
+        added.append((weight * parts[0], weight * parts[1]))
         length = position + 1
+        seen = added[-window:] if window else added
+        state = (sum(full for full, _ in added) + sum(part for _, part in seen)) & _MASK
         if length >= len(prompt):
             best = 32 + _mix(state + length * 0x8CB92BA72F3D8DD7) % 95
             made = tokens[len(prompt) :]

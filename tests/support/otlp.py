@@ -1,4 +1,4 @@
-"""An OTLP/gRPC trace receiver in the test's own process."""
+"""An OTLP/gRPC receiver of traces and metrics in the test's own process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 import grpc.aio
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,28 @@ def _value(value: AnyValue) -> str | int | float | bool:
     return "" if kind is None else getattr(value, kind)
 
 
+class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    def __init__(self, found: dict[str, Metric]) -> None:
+        self._found = found
+
+    async def Export(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: object
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        """Take metrics in."""
+        for group in request.resource_metrics:
+            for scope in group.scope_metrics:
+                self._found.update({metric.name: metric for metric in scope.metrics})
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects spans. Use as an async context manager; `endpoint` is what telemetry.otlp_endpoint wants."""
+    """Collects spans, and the last state of each metric by name. Use as an async context manager; `endpoint` is what
+    telemetry.otlp_endpoint wants."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host, self.port = host, 0
         self.spans: list[ReceivedSpan] = []
+        self.metrics: dict[str, Metric] = {}
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._arrived = asyncio.Event()
         self.endpoint = ""
@@ -49,6 +67,9 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     async def __aenter__(self) -> OtlpReceiver:
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # pyright: ignore[reportUnknownMemberType]
             self, self._server
+        )
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(  # pyright: ignore[reportUnknownMemberType]
+            _Metrics(self.metrics), self._server
         )
         self.port = self._server.add_insecure_port(f"{self.host}:0")
         self.endpoint = f"http://127.0.0.1:{self.port}"

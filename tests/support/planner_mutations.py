@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "token step of the other layout",
         "mappers/convert.py",
-        "dst_step=(heads.dst.hi - heads.dst.lo) * bits",
-        "dst_step=(heads.src.hi - heads.src.lo) * bits",
+        "dst_step=(heads.dst.hi - heads.dst.lo) * dst_step",
+        "dst_step=(heads.src.hi - heads.src.lo) * dst_step",
     ),
     Mutation(
         "last block rounded to the larger side",
@@ -148,9 +148,9 @@ MUTATIONS = (
     ),
     Mutation(
         "packed by block, not in the order of the destination",
-        "packing.py",
-        "token_major = np.outer(row, begin + before) + prefix[:, None]",
-        "token_major = np.outer(row, begin + before)[:, ::-1] + prefix[:, None]",
+        "packed.py",
+        "token_major = np.outer(row, pieces.begin + pieces.before) + prefix[:, None]",
+        "token_major = np.outer(row, pieces.begin + pieces.before)[:, ::-1] + prefix[:, None]",
     ),
     Mutation(
         "complete before everything is there",

@@ -18,7 +18,17 @@ from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import abort_with
 from isthmus_core.tracing import TraceContext
-from isthmus_router.ports import ContextReady, Finished, FinishReason, InstanceRef, Leg, LegEvent, LegKind, Tokens
+from isthmus_router.ports import (
+    ContextReady,
+    Finished,
+    FinishReason,
+    InstanceRef,
+    Leg,
+    LegEvent,
+    LegKind,
+    PlacementRequest,
+    Tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,9 @@ class FakeInstance:
 class FakePlacement:
     context: FakeInstance | None
     generation: FakeInstance
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {"isthmus.placement.policy": "fake"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +71,15 @@ class FakeCoordinator:
     selecting: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[RequestKey] = field(default_factory=set[RequestKey])
     finished: list[RequestKey] = field(default_factory=list[RequestKey])
-    selects: list[tuple[RequestKey, str, int, int]] = field(default_factory=list[tuple[RequestKey, str, int, int]])
+    prefills: list[RequestKey] = field(default_factory=list[RequestKey])
+    questions: list[PlacementRequest] = field(default_factory=list[PlacementRequest])
     traces: list[TraceContext | None] = field(default_factory=list[TraceContext | None])
     next_id: int = MIN_GLOBAL_ID
+
+    @property
+    def selects(self) -> list[tuple[RequestKey, str, int, int]]:
+        """Key, model, tokens of the prompt, most tokens to come, of every question."""
+        return [(one.key, one.model, one.prompt_tokens, one.max_tokens) for one in self.questions]
 
     def served(self) -> Sequence[FakeModel]:
         return self.models
@@ -69,17 +88,10 @@ class FakeCoordinator:
         self.next_id += 1
         return self.next_id
 
-    async def select(
-        self,
-        key: RequestKey,
-        model: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        trace: TraceContext | None,
-        timeout_s: float,
-    ) -> FakePlacement:
-        self.selects.append((key, model, prompt_tokens, max_tokens))
-        self.traces.append(trace)
+    async def select(self, question: PlacementRequest, timeout_s: float) -> FakePlacement:
+        key = question.key
+        self.questions.append(question)
+        self.traces.append(question.trace)
         self.selecting.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -89,6 +101,10 @@ class FakeCoordinator:
             raise DuplicateRequest(key.request_id)
         self.open.add(key)
         return self.placement
+
+    def prefilled(self, key: RequestKey) -> None:
+        assert key in self.open
+        self.prefills.append(key)
 
     def finish(self, key: RequestKey) -> None:
         self.open.remove(key)

@@ -20,6 +20,8 @@ from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.front import serve
 from isthmus_router.http.server import bind
 from isthmus_router.pipeline import Pipeline
+from isthmus_router.retry import RetryPolicy
+from isthmus_router.rules import Rules
 from isthmus_router.worker_client import WorkerClient
 from router_fakes import FakeCoordinator, FakeInstance, FakeModel, FakePlacement, FakeWorkerServicer
 
@@ -61,7 +63,9 @@ class Router:
         self.coordinator.placement = FakePlacement(await self.context.start(), await self.generation.start())
         tracing = Tracing.from_config(TelemetryConfig(), "test")
         tokenizers = {"m": ByteTokenizer()}
-        pipeline = Pipeline(self.coordinator, self.workers, tokenizers, tracing, max_text_bytes=100_000)
+        # These tests look at one try.
+        rules = Rules(retry=RetryPolicy(max_attempts=1))
+        pipeline = Pipeline(self.coordinator, self.workers, tokenizers, tracing, max_text_bytes=100_000, rules=rules)
         with bind(self.config.http_listen) as sock:
             self.task = asyncio.create_task(serve(self.config, NO_TLS, pipeline, sock, self.stopping))
             self.channel = open_channel(self.config.listen)

@@ -22,7 +22,7 @@ def want(sampling: Sampling, sample: int = 0, prompt: Sequence[int] = (0,), outp
 
 def row_at(position: int, *draws: Draw) -> BatchRow:
     """A row whose draws are for absolute `position` (at least 1)."""
-    return BatchRow(np.zeros(1, np.int64), position - 1, _BLOCKS, draws)
+    return BatchRow(np.zeros(1, np.int64), position - 1, (_BLOCKS,), draws)
 
 
 def drawn(logits: NDArray[np.float32] | torch.Tensor, rows: Sequence[BatchRow]) -> list[tuple[Drawn, ...]]:

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from isthmus_core.config import MockConfig
 from isthmus_core.keys import RequestKey
-from isthmus_worker.cache import BlockManager
+from isthmus_worker.cache import BlockManager, BlockTable
 from isthmus_worker.engine import ContextPhase, EngineRequest, FinishReason, KvEvent, RequestType, Sampling, Tokens
 from isthmus_worker.mock_engine import MockRunner
 from isthmus_worker.runner import BatchRow, Drawn, ModelRunner, NonFiniteLogits
 from isthmus_worker.scheduler import (
     ContextDone,
     Handoffs,
+    Held,
     Limits,
     Memory,
     RequestFinished,
@@ -131,6 +132,8 @@ class Bench:
         prefix_caching: bool = True,
         window: int | None = None,
         policy: HandoffPolicy | None = None,
+        draft_tokens: int = 0,
+        reserve_early: bool = False,
     ) -> None:
         self.role = role
         self.runner = MockRunner(MockConfig(max_model_len=max_model_len), "mock", tokens_per_block)
@@ -147,10 +150,19 @@ class Bench:
         self.now = 0.0
         self.transceiver = SchedulerTransceiver(self, lambda: self.now, policy)
         limits = Limits(
-            role, 257, max_model_len, tokens_per_block, num_blocks, max_running, max_batch_tokens, max_waiting
+            role,
+            257,
+            max_model_len,
+            tokens_per_block,
+            num_blocks,
+            max_running,
+            max_batch_tokens,
+            max_waiting,
+            draft_tokens,
         )
-        memory = Memory(self.blocks, _root if prefix_caching else None)
-        self.scheduler = Scheduler(limits, memory, self._event, Handoffs(self.transceiver, 1, 30.0, window))
+        memory = Memory(BlockTable(self.blocks, window), _root if prefix_caching else None, max_batch_tokens)
+        handoffs = Handoffs(self.transceiver, [Held(0, 0)], 30.0, reserve_early=reserve_early)
+        self.scheduler = Scheduler(limits, memory, self._event, handoffs)
         self._executor = self.runner if poison is None else PoisonedRunner(self.runner, poison)
 
     # --- what the loop does
@@ -207,8 +219,7 @@ class Bench:
         self.scheduler.poll()
         plan = self.scheduler.plan(self.now)
         failed: list[int] = []
-        if plan.copies:
-            self.runner.copy_blocks(*plan.copied_blocks())
+        plan.make_copies(self.runner)
         for asked in self._asked:
             # What was said during the planning is sent after the copies. From then on a writer may be anywhere in these
             # blocks: whoever reads them before they are complete says nonsense.
@@ -301,7 +312,7 @@ class Bench:
         for key, blocks in self.exposed.items():
             assert held.issuperset(blocks.tolist()), f"blocks of {key} are free while a peer may touch them"
             assert any(
-                self.blocks.table(holder)[: len(blocks)].tolist() == blocks.tolist() for holder in self.holders(key)
+                set(self.blocks.table(holder).tolist()).issuperset(blocks.tolist()) for holder in self.holders(key)
             )
         live = {key for key, trail in self.trails.items() if not trail.released}
         assert self.scheduler.live == len(live)
@@ -335,5 +346,6 @@ def copy_cache(source: Bench, destination: Bench, key: RequestKey) -> None:
     *_, wanted = (one for one in destination.messages(ReceiveRequest) if one.key == key)
     assert isinstance(offer, SendOffer)
     assert isinstance(wanted, ReceiveRequest)
-    assert offer.tokens == wanted.tokens
-    destination.memory[wanted.destinations[0].blocks] = source.memory[offer.sources[0].blocks]
+    assert offer.tokens.end == wanted.tokens.end
+    (listed,), (held,) = wanted.destinations, offer.sources
+    destination.memory[listed.blocks] = source.memory[held.blocks[-len(listed.blocks) :]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from isthmus_core.errors import IsthmusError
 from isthmus_core.keys import RequestKey
-from isthmus_worker.engine import KvEvent
+from isthmus_worker.engine import KvEvent, Sampling
 from kvtransfer.ports import (
     BindContext,
     BindFailed,
@@ -65,6 +65,14 @@ class Pair:
         except IsthmusError:
             self.generation.abort(key)
             raise
+        return key
+
+    def submit_as(self, prompt: Sequence[int], sampling: Sampling) -> RequestKey:
+        """Both legs, with everything said."""
+        key = new_key()
+        self.wires[key] = Wire()
+        for side in (self.generation, self.context):
+            side.submit_as(prompt, sampling, key=key, at_once=True)
         return key
 
     def turn(self) -> bool:
@@ -155,10 +163,14 @@ class Pair:
             self.generation.deliver_receive(key, TransferFailure.NOT_HELD)
             return
         size = self.context.blocks.tokens_per_block
-        blocks = wire.wanted.destinations[0].blocks
+        (listed,) = wire.wanted.destinations
+        reused = listed.begin // size
+        source_memory = self.context.memory
         for offer in wire.chunks[wire.copied :]:
-            own = slice(offer.tokens.begin // size, -(-offer.tokens.end // size))
-            self.generation.memory[blocks[own]] = self.context.memory[np.asarray(offer.sources[0].blocks)[own]]
+            begin = max(offer.tokens.begin // size, reused)
+            end = max(begin, -(-offer.tokens.end // size))
+            source = np.asarray(offer.sources[0].blocks)[begin:end]
+            self.generation.memory[listed.blocks[begin - reused : end - reused]] = source_memory[source]
             wire.copied += 1
         if whole:
             wire.receive_over = wire.send_over = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hub_world import NO_TRACING, blocks, key
@@ -24,7 +23,8 @@ from kvtransfer.rank_info import InstanceRole
 from kvtransfer.session.actions import Action, ToPeer
 from kvtransfer.session.holders import ReceivePeer
 from kvtransfer.session.receive import ReceiveSessions
-from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
+from kvtransfer.session.transmit import TransmitSessions
+from kvtransfer.session.transmit_attempt import TransmitPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,6 +149,6 @@ class Generation:
         """Rank r's word about destination rank r; `changes` of fields."""
         extents = PLANS[rank].extents(TokenRange(0, 8)) if outcome is DONE else ()
         notice = TransferNotice(k, rank, rank, outcome, extents, receive=self.receives.get(k, 0))
-        notice = replace(notice, **changes)  # pyright: ignore[reportArgumentType]
+        notice = notice._replace(**changes)  # pyright: ignore[reportArgumentType]
         self.sessions.notice(peer, notice, now)
         return self.take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,23 +63,30 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(folder: Path, *settings: str) -> AsyncGenerator[Pair, None]:
-    """Both serve and are connected."""
+async def running_pair(
+    folder: Path, *settings: str, context: Sequence[str] = (), generation: Sequence[str] = ()
+) -> AsyncGenerator[Pair, None]:
+    """Both serve and are connected. `context` and `generation`: settings of one of them."""
+    own = {"context": context, "generation": generation}
     async with AsyncExitStack() as stack:
         for_context = await stack.enter_async_context(FakeCoordinator())
         heard = await stack.enter_async_context(FakeCoordinator())
-        context = await stack.enter_async_context(
-            worker(folder, for_context.address, "worker.role=context", "worker.instance_id=c-0", *settings)
+        prefills = await stack.enter_async_context(
+            worker(
+                folder, for_context.address, "worker.role=context", "worker.instance_id=c-0", *settings, *own["context"]
+            )
         )
-        generation = await stack.enter_async_context(
-            worker(folder, heard.address, "worker.role=generation", "worker.instance_id=g-0", *settings)
+        generates = await stack.enter_async_context(
+            worker(
+                folder, heard.address, "worker.role=generation", "worker.instance_id=g-0", *settings, *own["generation"]
+            )
         )
-        assert await context.serving(), context.log
-        assert await generation.serving(), generation.log
+        assert await prefills.serving(), prefills.log
+        assert await generates.serving(), generates.log
         instance = for_context.said("hello")[0].instance
         heard.send(Response(peers=coordinator_service_pb2.PeerSet(context_instances=[instance])))
         await heard.until(lambda: any(pair.state == READY for pair in heard.said("pair")))
         holder = ContextInstance(
             endpoint=instance.endpoint, instance_id=instance.instance_id, incarnation=instance.incarnation
         )
-        yield Pair(context, generation, heard, holder)
+        yield Pair(prefills, generates, heard, holder)

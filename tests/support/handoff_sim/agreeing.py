@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtransfer.ports import TransferFailure
 from kvtransfer.session.agreement import Decision, Follower, Leader
 
-from .memory import RANKS
+from .shapes import RANKS
 from .violation import Violation
 
 if TYPE_CHECKING:

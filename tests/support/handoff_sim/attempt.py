@@ -60,6 +60,11 @@ class Attempt:
     faults: set[FaultKind] = field(default_factory=set["FaultKind"])
 
     @property
+    def src_dp(self) -> int:
+        """Attention-dp group of the context leg: a later attempt comes to another one."""
+        return self.context.group(self.plan.number + self.key.attempt)
+
+    @property
     def phase(self) -> Phase | None:
         """None when both legs are over."""
         if self.agreeing:

@@ -18,6 +18,8 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.wire = wire
+        # Whether hand-offs go through chunks.
+        self.bounces = seed % 6 == 0
         self._trace: list[tuple[float, str, tuple[object, ...]]] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0

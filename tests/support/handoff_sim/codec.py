@@ -37,7 +37,15 @@ _CONVERT: dict[type, Callable[..., object]] = {
     ports.SendOutcome: _scheduler(wire.send_outcome_to_pb, wire.send_outcome_from_pb),
     ports.ReceiveOutcome: _scheduler(wire.receive_outcome_to_pb, wire.receive_outcome_from_pb),
 }
-_COMMANDS = (ports.LoadPeer, ports.ForgetPeer, ports.WriteOrder, ports.CancelWrite)
+_COMMANDS = (
+    ports.LoadPeer,
+    ports.ForgetPeer,
+    ports.WriteOrder,
+    ports.CancelWrite,
+    ports.Grant,
+    ports.MeetSource,
+    ports.ScatterOrder,
+)
 
 
 def through_wire(item: object) -> object:

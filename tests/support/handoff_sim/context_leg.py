@@ -9,11 +9,12 @@ import numpy as np
 from kvtransfer.ports import RankBlocks, RequestKey, TokenRange
 
 from .attempt import Attempt
-from .memory import RANKS, code_of
 from .progress import check_expiry
 from .violation import Violation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtransfer.ports import SendOutcome
 
     from .node import Node
@@ -72,7 +73,7 @@ class ContextLegs:
             self._world.at(0.1, self._bind, attempt)
             return
         attempt.source = hold
-        attempt.context.transceiver.bind_context(attempt.key)
+        attempt.context.transceiver.bind_context(attempt.key, attempt.src_dp)
         self._world.note("binds", attempt.key, attempt.context.name)
         first = 1 if attempt.plan.chunked else attempt.plan.blocks
         self._world.at(self._world.random.random() * 0.2, self._compute, attempt, first)
@@ -82,11 +83,13 @@ class ContextLegs:
         context, source, plan = attempt.context, attempt.source, attempt.plan
         if not context.alive or attempt.sent is not None or source is None:
             return
-        for rank in context.ranks:
-            rank.port.arena.fill(source.pages[:blocks], code_of(attempt.key, rank.number))
+        ranks = context.shape.ranks(attempt.src_dp)
+        for rank in ranks:
+            context.ranks[rank].port.arena.fill(source.pages[:blocks], attempt.key)
         tokens = TokenRange(blocks - 1 if plan.chunked else 0, blocks)
         last = blocks == plan.blocks
-        context.transceiver.respond_and_send_async(attempt.key, tokens, lists(source.pages[:blocks]), is_last=last)
+        sources = lists(source.pages[:blocks], ranks)
+        context.transceiver.respond_and_send_async(attempt.key, tokens, sources, is_last=last, dp_rank=attempt.src_dp)
         self._world.note("offer", attempt.key, context.name, source.pages[:blocks], "" if last else "and more")
         if not last:
             self._world.at(self._world.random.random() * 0.2, self._compute, attempt, blocks + 1)
@@ -107,10 +110,10 @@ class ContextLegs:
         node.pages.free(attempt.source)
 
 
-def lists(pages: list[int]) -> tuple[RankBlocks, ...]:
-    """The same pages on every rank."""
+def lists(pages: list[int], ranks: Sequence[int]) -> tuple[RankBlocks, ...]:
+    """The same pages on every rank of a group."""
     ids = np.array(pages, np.int32)
-    return tuple(RankBlocks(rank, 0, ids) for rank in range(RANKS))
+    return tuple(RankBlocks(rank, 0, ids) for rank in ranks)
 
 
 def first_tokens(key: RequestKey) -> bytes:

@@ -34,6 +34,8 @@ class Port:
     arena: Arena
     pages: Pages
     alive: bool = True
+    # Whose bytes lie in the words of the send arena.
+    gathered: dict[int, Hold] = field(default_factory=dict["int", "Hold"])
 
 
 @dataclass(eq=False, slots=True)
@@ -73,9 +75,12 @@ class Fabric:
         """Starts a write. Raises Violation when it does not lead from an attempt's pages to the same attempt's."""
         target, world = self.ports[remote], self.world
         words = _words(pairs, port.arena.base, target.arena.base)
-        holds = _ends(port, target, words)
+        chunk = any(dst >= target.arena.pages_words for _, dst in words)
+        holds = _chunk_ends(port, target, words) if chunk else _ends(port, target, words)
         fails = armed is FaultKind.WRITE_FAILS or world.random.random() < self._flaky
         write = Write(port, remote, target, words, holds, fail=fails)
+        if chunk:
+            self._share_no_word(write)
         write.silent = armed is FaultKind.COMPLETION_LOST
         for hold in holds:
             hold.writes += 1
@@ -86,8 +91,23 @@ class Fabric:
         if len(words) > 1 and (write.fail or world.random.random() < 0.3):
             world.at(delay * world.random.random(), self._land, write, len(words) // 2)
         world.at(delay, self._finish, write)
-        world.note("post", port.name, "->", remote, holds[1].key, "" if armed is None else armed.value)
+        world.note(
+            "post",
+            port.name,
+            "->",
+            remote,
+            holds[1].key,
+            "a chunk" if chunk else "",
+            "" if armed is None else armed.value,
+        )
         return write
+
+    def _share_no_word(self, write: Write) -> None:
+        """A chunk is written where nobody else may still write."""
+        mine = {dst for _, dst in write.words}
+        for other in self.open:
+            if other.target is write.target and mine & {dst for _, dst in other.words}:
+                raise Violation(f"{write.source.name} and {other.source.name} write into one chunk of {write.remote}")
 
     def cut(self, port: Port) -> None:
         """The fabric has drained what a dead process had posted."""
@@ -115,12 +135,17 @@ class Fabric:
         source, target = write.source, write.target
         while len(write.words) > keep:
             src, dst = write.words.pop(0)
-            if source.pages.owner[src >> 1] is not write.holds[0]:
-                raise Violation(f"{source.name} reused source page {src >> 1} under a write of {write.holds[0].key}")
-            holder = target.pages.owner[dst >> 1]
+            if dst >= target.arena.pages_words:
+                target.arena.words[dst] = source.arena.words[src]
+                continue
+            page = src // source.arena.size
+            if source.pages.owner[page] is not write.holds[0]:
+                raise Violation(f"{source.name} reused source page {page} under a write of {write.holds[0].key}")
+            page = dst // target.arena.size
+            holder = target.pages.owner[page]
             if holder is not write.holds[1] or write.holds[1].closed:
                 who = "nobody" if holder is None else str(holder.key)
-                where = f"page {dst >> 1} of {target.name}, held by {who}"
+                where = f"page {page} of {target.name}, held by {who}"
                 raise Violation(f"late write of {write.holds[1].key} hit {where}")
             target.arena.words[dst] = source.arena.words[src]
 
@@ -136,7 +161,8 @@ def _words(pairs: RegionPairs, src_base: int, dst_base: int) -> list[tuple[int, 
 def _ends(port: Port, target: Port, words: list[tuple[int, int]]) -> tuple[Hold, Hold]:
     """The holds at both ends. Violation when a page is free, closed, or another attempt's."""
     ends: list[Hold] = []
-    for side, pages in ((port, {src >> 1 for src, _ in words}), (target, {dst >> 1 for _, dst in words})):
+    sources, targets = {src // port.arena.size for src, _ in words}, {dst // target.arena.size for _, dst in words}
+    for side, pages in ((port, sources), (target, targets)):
         found = {side.pages.owner[page] for page in pages}
         hold = found.pop()
         if found or hold is None or hold.closed:
@@ -145,6 +171,15 @@ def _ends(port: Port, target: Port, words: list[tuple[int, int]]) -> tuple[Hold,
     if ends[0].key != ends[1].key:
         raise Violation(f"{port.name} writes {ends[0].key} into the pages of {ends[1].key} on {target.name}")
     return ends[0], ends[1]
+
+
+def _chunk_ends(port: Port, target: Port, words: list[tuple[int, int]]) -> tuple[Hold, Hold]:
+    """The holds that a chunk comes from and goes to. Violation when one of them is over."""
+    source = port.gathered[words[0][0]]
+    found = [one for one in target.pages.owner if one is not None and one.key == source.key and not one.closed]
+    if source.closed or not found or any(port.gathered[src] is not source for src, _ in words):
+        raise Violation(f"{port.name} writes a chunk of {source.key} to {target.name}, where it is over")
+    return source, found[0]
 
 
 @dataclass(eq=False)

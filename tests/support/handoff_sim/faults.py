@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from .memory import RANKS
 from .script import Fault, FaultKind
+from .shapes import RANKS
 
 if TYPE_CHECKING:
     from .attempt import Attempt

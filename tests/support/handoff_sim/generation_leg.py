@@ -18,7 +18,6 @@ from kvtransfer.session.receive import CONNECT_PATIENCE_S
 from kvtransfer.transceiver.policy import Next
 
 from .context_leg import first_tokens, lists
-from .memory import code_of
 from .progress import check_intent_timeout, check_timeout
 from .violation import Violation
 
@@ -64,8 +63,10 @@ class GenerationLegs:
             self._world.at(0.1, self.ask, attempt)
             return
         attempt.generation, attempt.target = generation, hold
-        tokens, wanted = TokenRange(plan.reused, plan.blocks), lists(hold.pages[plan.reused :])
-        request = ReceiveRequest(attempt.key, tokens, wanted, _holder(attempt.context))
+        group = generation.group(plan.number)
+        tokens = TokenRange(plan.reused, plan.blocks)
+        wanted = lists(hold.pages[plan.reused :], generation.shape.ranks(group))
+        request = ReceiveRequest(attempt.key, tokens, wanted, _holder(attempt.context, attempt.src_dp), dp_rank=group)
         generation.transceiver.request_and_receive_async(request)
         self._world.note("ask", attempt.key, generation.name, hold.pages)
         self._world.at(self._bound_s, self._bound, attempt, hold)
@@ -85,7 +86,9 @@ class GenerationLegs:
             attempt = self._schedule.attempts[news.key]
             self._world.note(type(news).__name__, news.key)
             match news:
-                case Bound():
+                case Bound(_, dp_rank):
+                    if dp_rank != attempt.src_dp:
+                        raise Violation(f"{news.key} is bound to group {dp_rank}, computed by {attempt.src_dp}")
                     self.ask(attempt)
                 case FirstTokensArrived(key, payload):
                     self._first_tokens(attempt, node, payload == first_tokens(key))
@@ -182,10 +185,10 @@ class GenerationLegs:
         node, target = attempt.generation, attempt.target
         if node is None or target is None:
             return
-        for rank in node.ranks:
-            code = code_of(attempt.key, rank.number)
+        for number in node.shape.ranks(node.group(attempt.plan.number)):
+            rank = node.ranks[number]
             for page in target.pages[attempt.plan.reused :]:
-                if not rank.port.arena.holds(page, code):
+                if not rank.port.arena.holds(page, attempt.key):
                     raise Violation(f"{attempt.key} decodes from page {page} of {rank.port.name}: not its bytes")
 
     def _bound(self, attempt: Attempt, hold: Hold) -> None:
@@ -200,5 +203,5 @@ class GenerationLegs:
             raise Violation(f"request {attempt.key} has heard nothing of its context leg within its deadline")
 
 
-def _holder(context: Node) -> Holder:
-    return Holder(context.name, context.name, context.incarnation)
+def _holder(context: Node, dp_rank: int = 0) -> Holder:
+    return Holder(context.name, context.name, context.incarnation, dp_rank)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .agreeing import Agreeing
     from .clock import World
     from .fabric import Fabric
+    from .shapes import Shape
 
 TICK_S = 0.2
 MODEL = ModelFingerprint(b"w" * 16, b"a" * 16, "F32")
@@ -48,9 +49,10 @@ class Node:
         exited: tuple[bytes, ...],
         policy: HandoffPolicy,
         where: dict[str, Node],
+        shape: Shape,
     ) -> None:
         self.world, self.fabric, self.config, self.name, self.life = world, fabric, config, name, life
-        self._where = where
+        self._where, self.shape = where, shape
         self.incarnation = world.random.randbytes(16)
         self.alive = True
         self.wake: Callable[[], None] = lambda: None
@@ -64,7 +66,7 @@ class Node:
         self._down = Pipe(world, self._from_scheduler, IPC_LATENCY_S)
         self._up = Pipe(world, self._to_scheduler, IPC_LATENCY_S)
         self.transceiver = SchedulerTransceiver(self, lambda: world.now, policy)
-        self.ranks = [SimRank(self, number, arena) for number, arena in enumerate(arenas(name, life))]
+        self.ranks = [SimRank(self, number, arena) for number, arena in enumerate(arenas(shape, name, life))]
         infos = tuple(rank.role.info for rank in self.ranks)
         local = InstanceInfo(name, self.incarnation, name, self.role, MODEL, infos, exited)
         self.core = HubCore(local, config, self, NO_TRACING)
@@ -80,6 +82,10 @@ class Node:
     def exited(self) -> tuple[bytes, ...]:
         """What a successor can prove to have exited."""
         return (*self.core.local.exited_incarnations, self.incarnation)
+
+    def group(self, number: int) -> int:
+        """The attention-dp group that a request is computed in."""
+        return number % self.shape.groups
 
     def kill(self) -> None:
         """The hub dies and its ranks with it."""

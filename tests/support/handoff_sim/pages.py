@@ -49,8 +49,8 @@ class Pages:
         free = [page for page, owner in enumerate(self.owner) if owner is None]
         if len(free) < count:
             return None
-        # Neighbours, so that lists repeat from schedule to schedule and their addresses are computed once.
-        first = self._random.randrange(len(free)) if count else 0
+        # Neighbours, and few of them, so that lists repeat from schedule to schedule: addresses are computed once.
+        first = self._random.randrange(0, len(free), 3) if count else 0
         hold = Hold(self._node, key, [*free[first:], *free[:first]][:count], quiet_since=now)
         for page in hold.pages:
             self.owner[page] = hold

@@ -13,10 +13,12 @@ import pytest
 from kvtransfer import compatibility, peer_plan
 from kvtransfer.page_table import PageTable
 from kvtransfer.rank_info import InstanceInfo, RankInfo
+from kvtransfer.transfer import Transfer
 
 _REMEMBERED = (
     peer_plan.build_instance_plans,
     peer_plan.build_rank_plans,
+    peer_plan.build_source_plans,
     peer_plan.plan_digest,
     peer_plan.expected_need,
     peer_plan.rank_digest,  # pyright: ignore[reportPrivateImportUsage]
@@ -70,6 +72,6 @@ def plans_made_once() -> Generator[None]:
                 for name, value in list(vars(module).items()):
                     if value is function:
                         patch.setattr(module, name, remembered)
-        for owner, name in ((PageTable, "validate"), (peer_plan.PeerPlan, "instantiate")):
+        for owner, name in ((PageTable, "validate"), (peer_plan.PeerPlan, "resolve"), (Transfer, "pairs")):
             patch.setattr(owner, name, _remember(getattr(owner, name), {}))
         yield

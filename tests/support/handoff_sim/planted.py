@@ -23,6 +23,6 @@ def planted(bug: Bug) -> Bug:
 
 def every_bug() -> dict[str, Bug]:
     """Name and what plants it."""
-    for module in ("planted_context", "planted_generation"):
+    for module in ("planted_context", "planted_generation", "planted_bounce"):
         importlib.import_module(f"{__package__}.{module}")
     return dict(_BUGS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtransfer.rank_info import Topology
 from kvtransfer.transceiver.rank import RankTransceiver
 
+from .bounced import bounce_policy
 from .fabric import Port, SimAgent
-from .memory import RANKS
 from .streams import Pipe
 
 if TYPE_CHECKING:
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 
 IPC_LATENCY_S = 0.01
 POLL_S = 0.05
-# Two pages: longer prompts leave in several posts.
-PIECE_BYTES = 32
+# Two pages of most shapes: longer prompts leave in several posts.
+PIECE_BYTES = 64
 
 
 class SimRank:
@@ -35,8 +34,11 @@ class SimRank:
         self.stalled_until = 0.0
         self._stepping = False
         agent: Any = self.agent
-        topology = Topology(tp_size=RANKS, tp_rank=number)
-        self.role = RankTransceiver(arena.table, number, topology, agent, self._emit, self._clock, PIECE_BYTES)
+        topology = node.shape.topology(number)
+        policy = bounce_policy(self.world, self.port)
+        self.role = RankTransceiver(
+            arena.table, number, topology, agent, self._emit, self._clock, PIECE_BYTES, bouncing=policy
+        )
         self.role.start()
 
     @property

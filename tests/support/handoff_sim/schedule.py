@@ -12,6 +12,7 @@ from kvtransfer.rank_info import InstanceRole
 from kvtransfer.transceiver.policy import HandoffPolicy
 
 from .agreeing import Agreeing
+from .bounced import MAX_PEERS, UNIT_BYTES
 from .clock import World
 from .context_leg import ContextLegs
 from .coverage import Coverage
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
     from .script import RequestPlan, Script
 
 CONFIG = TransferConfig(
-    "sim", timeout_s=3, handoff_hold_s=4, drain_s=0.3, ping_s=1, in_doubt_s=2, leak_budget_bytes=4 * 16
+    "sim",
+    timeout_s=3,
+    handoff_hold_s=4,
+    drain_s=0.3,
+    ping_s=1,
+    in_doubt_s=2,
+    leak_budget_bytes=4 * 32,
+    max_peers=MAX_PEERS,
+    bounce_unit_bytes=UNIT_BYTES,
 )
 HORIZON_S = 60.0
 
@@ -76,7 +85,8 @@ class Schedule:
         """The first or next incarnation of an instance."""
         before = self.where.get(name)
         life, exited = (0, ()) if before is None else (before.life + 1, before.exited)
-        node = Node(self.world, self.fabric, CONFIG, name, life, exited, self._policy, self.where)
+        shape = self.script.shapes[name.startswith("g")]
+        node = Node(self.world, self.fabric, CONFIG, name, life, exited, self._policy, self.where, shape)
         node.wake = partial(self._step, node)
         node.restart = partial(self.restart, node)
         node.agreeing = Agreeing(node, partial(self.generation_legs.applied, node))

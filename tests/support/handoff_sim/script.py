@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
+from .shapes import PAIRS, TP, Shape
+
 PAGES_PER_NODE = 8
 
 
@@ -86,7 +88,7 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Script:
     """`flaky`: share of writes that end half-way. `retries`: of a failed receive, on fresh pages. `wire`: every message
-    goes through its protobuf form."""
+    goes through its protobuf form. `shapes` of the context and of the generation instances."""
 
     seed: int
     contexts: int
@@ -96,6 +98,7 @@ class Script:
     flaky: float = 0.0
     retries: int = 1
     wire: bool = False
+    shapes: tuple[Shape, Shape] = (TP, TP)
 
 
 def generate(seed: int) -> Script:
@@ -114,7 +117,9 @@ def generate(seed: int) -> Script:
         faults.append(Fault(rng.choice(kinds), at, rng.random(), length))
     faults.sort(key=lambda one: one.at)
     flaky, retries = rng.choice((0.0, 0.0, 0.05, 0.3)), rng.choice((0, 1, 1, 2))
-    return Script(seed, contexts, generations, requests, tuple(faults), flaky, retries, wire=seed % 32 == 31)
+    shapes = rng.choice(PAIRS)
+    wire = seed % 32 == 31
+    return Script(seed, contexts, generations, requests, tuple(faults), flaky, retries, wire=wire, shapes=shapes)
 
 
 def _request(rng: random.Random, number: int, contexts: int, generations: int) -> RequestPlan:

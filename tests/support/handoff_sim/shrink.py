@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from . import campaign
 from .script import Script, generate
+from .shapes import TP
 
 Fails = Callable[[Script], bool]
 # Other delays may be needed once something is left out.
@@ -33,6 +34,8 @@ def shrink(script: Script, fails: Fails, tries: int = 600) -> Script:
 
 def _smaller(script: Script) -> Iterator[Script]:
     """Everything that is one piece smaller, the largest pieces first."""
+    if script.shapes != (TP, TP):
+        yield replace(script, shapes=(TP, TP))
     if script.flaky:
         yield replace(script, flaky=0.0)
     if script.wire:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,10 +52,38 @@ def check_other_forms(world: World, plan: PeerPlan, chunk: Chunk, pairs: RegionP
         assert np.array_equal(np.sort(offsets), every), f"{name} does not fill [0, {pairs.nbytes}) exactly"
     size = packing.packed_bytes(plan, dst_blocks, chunk, dst_begins=dst_begins)
     assert size == pairs.nbytes, f"packed_bytes says {size}, the runs have {pairs.nbytes}"
+    _check_parts(world, plan, chunk, (read, packed_at), (packed_from, written_to))
     in_order = written_to[np.argsort(packed_from)]
     _same(plain, (read[np.argsort(packed_at)], in_order), "gather and scatter")
     place = _places(world, plan.dst_rank, in_order)
     assert (place[1:] > place[:-1]).all(), "packed bytes are not in the order of the destination"
+
+
+def _check_parts(world: World, plan: PeerPlan, chunk: Chunk, gathered: Bytes, scattered: Bytes) -> None:
+    """Chunks cut at any byte, one after the other, are the whole."""
+    src_blocks, src_begins = arrays(world.src, plan.src_rank, world.src_lists[plan.src_rank])
+    dst_blocks, dst_begins = arrays(world.dst, plan.dst_rank, world.dst_lists[plan.dst_rank])
+    source = packing.pack_source(plan, src_blocks, dst_blocks, chunk, src_begins=src_begins, dst_begins=dst_begins)
+    target = packing.pack_destination(plan, dst_blocks, chunk, dst_begins=dst_begins)
+    sizes: list[int] = []
+    for only in (frozenset({group.dst.number}) for group in plan.groups):
+        one = packing.pack_destination(plan, dst_blocks, chunk, dst_begins=dst_begins, groups=only)
+        other = packing.pack_source(
+            plan, src_blocks, dst_blocks, chunk, src_begins=src_begins, dst_begins=dst_begins, groups=only
+        )
+        assert one.nbytes == other.nbytes, f"groups {set(only)}: {other.nbytes} bytes sent, {one.nbytes} expected"
+        sizes.append(one.nbytes)
+    assert sum(sizes) == source.nbytes, f"the groups have {sizes} bytes, together they are {source.nbytes}"
+    cuts = [source.nbytes * part // 3 for part in range(4)]
+    for packed, whole, what in ((source, gathered, "gather"), (target, scattered, "scatter")):
+        parts: list[Bytes] = []
+        for begin, end in pairwise(cuts):
+            rows = packed.part(begin, end).pairs()
+            shift = (0, begin) if what == "gather" else (begin, 0)
+            parts.append(every_byte(rows.src + shift[0], rows.dst + shift[1], rows.lengths))
+        _same(
+            whole, (np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts])), f"parts of a {what}"
+        )
 
 
 def _same(plain: Bytes, other: Bytes, what: str) -> None:

@@ -11,6 +11,7 @@ from isthmus_core.config import parse_config
 from isthmus_core.errors import ConfigError
 
 PORTS = Ports(coordinator=50, router_grpc=51, router_http=52, workers=(61, 62, 63))
+TWO = Ports(coordinator=50, router_grpc=51, router_http=52, workers=(61, 62))
 
 
 def _plan(options: ClusterOptions, cores: int = 4):
@@ -68,16 +69,40 @@ def test_workers_share_the_cores():
 )
 def test_impossible_clusters_are_refused(options: ClusterOptions, words: str):
     with pytest.raises(ConfigError, match=words):
-        plan_cluster(options, PORTS, Path("/state"), 2)
+        plan_cluster(options, TWO, Path("/state"), 2)
 
 
 def test_wrong_settings_in_the_users_file_are_refused_before_anything_starts():
     options = ClusterOptions(engine="mock", context=1, generation=2, base={"router": {"listn": "x"}})
     with pytest.raises(ConfigError, match=r"router\.listn; did you mean router\.listen"):
-        plan_cluster(options, PORTS, Path("/state"), 2)
+        plan_cluster(options, TWO, Path("/state"), 2)
 
 
 def test_merge_keeps_its_arguments():
     base = {"a": {"x": 1, "y": 2}, "b": 1}
     assert merge(base, {"a": {"y": 3}, "b": {"z": 1}}) == {"a": {"x": 1, "y": 3}, "b": {"z": 1}}
     assert base == {"a": {"x": 1, "y": 2}, "b": 1}
+
+
+def test_settings_of_one_kind_of_worker_reach_only_that_kind():
+    own = {"context": ["parallel.tensor_parallel_size=2"], "generation": ["engine.tokens_per_block=32"]}
+    options = ClusterOptions(1, 1, 1, engine="mock", own=own)
+    specs = {spec.name: spec.settings for spec in plan_cluster(options, PORTS, Path("/state"), 8)}
+    assert specs["context-0"]["parallel"] == {"tensor_parallel_size": 2}
+    assert specs["generation-0"]["engine"]["tokens_per_block"] == 32
+    assert "parallel" not in specs["generation-0"]
+    assert "tokens_per_block" not in specs["unsplit-0"]["engine"]
+    # 4 ranks share the 8 cores.
+    assert specs["unsplit-0"]["engine"]["num_threads"] == 2
+
+
+def test_what_the_cluster_decides_itself_can_not_be_set_for_a_kind():
+    options = ClusterOptions(1, 1, engine="mock", own={"context": ["worker.role=generation"]})
+    specs = {spec.name: spec.settings for spec in plan_cluster(options, TWO, Path("/state"), 2)}
+    assert specs["context-0"]["worker"]["role"] == "context"
+
+
+def test_a_setting_of_a_kind_that_is_none_is_refused():
+    options = ClusterOptions(1, 1, engine="mock", own={"context": ["parallel.tensor=2"]})
+    with pytest.raises(ConfigError, match=r"unknown key parallel\.tensor"):
+        plan_cluster(options, TWO, Path("/state"), 2)

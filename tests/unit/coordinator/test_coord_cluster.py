@@ -9,8 +9,10 @@ from isthmus.v1 import errors_pb2
 
 from coord_support import instance
 from isthmus_coordinator.cluster import Cluster
+from isthmus_coordinator.load import LegLoad
 from isthmus_coordinator.membership import Instance, InstanceReplaced, Load, Member, StreamReplaced
 from isthmus_coordinator.pairs import Incompatibility, Pair, PairState
+from isthmus_coordinator.placement import Question
 from isthmus_core.errors import DuplicateRequest, InvalidRequest, NoCapacity, UnknownModel
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
@@ -46,8 +48,12 @@ class World:
                 assert self.cluster.report(member, peer.start, READY)
 
     def place(self, number: int, router: int = 1, model: str = "m") -> tuple[str | None, str]:
-        placement = self.cluster.select(router, key(number), model, 3, 3).placement
+        placement = self.cluster.select(router, Question(key(number), model, 3, 3)).placement
         return placement.context and placement.context.instance_id, placement.generation.instance_id
+
+    def select(self, number: int, prompt: int, output: int) -> str:
+        question = Question(key(number), "m", prompt, output)
+        return self.cluster.select(1, question).placement.generation.instance_id
 
     def open(self) -> dict[str, int]:
         return {view.instance.instance_id: view.open_requests for view in self.cluster.members() if view.open_requests}
@@ -207,7 +213,7 @@ def test_live_duplicates_are_refused_whatever_the_router_and_attempt():
     world.place(0, router=1)
     for router, attempt in ((1, 0), (2, 0), (1, 1), (2, 5)):
         with pytest.raises(DuplicateRequest):
-            world.cluster.select(router, key(0, attempt), "m", 1, 1)
+            world.cluster.select(router, Question(key(0, attempt), "m", 1, 1))
     assert world.open() == {"w0": 1}
 
 
@@ -215,7 +221,7 @@ def test_the_next_attempt_is_legal_once_the_last_is_finished():
     world = World("w0")
     world.place(0)
     assert world.cluster.finish(1, key(0))
-    world.cluster.select(1, key(0, 1), "m", 1, 1)
+    world.cluster.select(1, Question(key(0, 1), "m", 1, 1))
     assert not world.cluster.finish(1, key(0, 0))
     assert world.open() == {"w0": 1}
     assert world.cluster.finish(1, key(0, 1))
@@ -256,7 +262,7 @@ def test_load_follows_the_start_of_an_instance():
 
 def test_a_reconnected_router_names_what_it_holds():
     world = World("w0", "w1")
-    w0 = instance("w0").start
+    w0 = LegLoad(instance("w0").start, 3, 6)
     world.place(0, router=1)
     world.cluster.adopt(2, [(key(0), (w0,)), (key(1), (w0,))])  # 1 is what is left of its broken stream
     assert world.cluster.drop_router(1) == 0
@@ -317,10 +323,10 @@ def test_requests_go_where_they_fit():
     world = World()
     world.join(instance("w0", length=10))
     world.join(instance("w1", length=50))
-    placed = {world.cluster.select(1, key(number), "m", 5, 6).placement.generation.instance_id for number in range(4)}
+    placed = {world.select(number, 5, 6) for number in range(4)}
     assert placed == {"w1"}
     with pytest.raises(InvalidRequest, match="at most 50 tokens"):
-        world.cluster.select(1, key(9), "m", 50, 1)
+        world.select(9, 50, 1)
     assert world.cluster.open_requests() == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,8 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from coord_support import instance
 from isthmus_coordinator.cluster import Cluster
+from isthmus_coordinator.load import LegLoad
 from isthmus_coordinator.membership import InstanceReplaced, Member, Start
 from isthmus_coordinator.pairs import Pair, PairState
+from isthmus_coordinator.placement import Question
+from isthmus_coordinator.policies import Policy
 from isthmus_core.errors import DuplicateRequest, NoCapacity, UnknownModel
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
@@ -23,16 +27,18 @@ states = st.sampled_from(list(PairState))
 
 
 class ClusterMachine(RuleBasedStateMachine):
+    policy = Policy.ROUND_ROBIN
+
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster()
+        self.cluster = Cluster(self.policy)
         self.members: dict[str, Member] = {}
         self.gone: list[Member] = []
         self.draining: set[str] = set()
         self.retired: set[Start] = set()
         self.latest: dict[str, Start] = {}
         self.ready: set[tuple[Start, str]] = set()
-        self.open: dict[int, tuple[int, RequestKey, tuple[Start, ...]]] = {}
+        self.open: dict[int, tuple[int, RequestKey, tuple[LegLoad, ...]]] = {}
 
     @rule(name=st.sampled_from(NAMES), start=st.integers(1, 3))
     def join(self, name: str, start: int) -> None:
@@ -96,7 +102,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(router=routers, key=keys)
     def select(self, router: int, key: RequestKey) -> None:
         try:
-            choice = self.cluster.select(router, key, "m", 1, 1)
+            choice = self.cluster.select(router, Question(key, "m", 1, 1))
         except DuplicateRequest:
             assert key.request_id in self.open
             return
@@ -104,9 +110,9 @@ class ClusterMachine(RuleBasedStateMachine):
             assert not self._usable()
             return
         assert key.request_id not in self.open
-        assert choice.placement.starts in self._usable()
+        assert tuple(leg.start for leg in choice.legs) in self._usable()
         assert choice.candidates == len(self._usable())
-        self.open[key.request_id] = (router, key, choice.placement.starts)
+        self.open[key.request_id] = (router, key, choice.legs)
 
     def _usable(self) -> set[tuple[Start, ...]]:
         active = {name: member.instance.start for name, member in self.members.items() if name not in self.draining}
@@ -134,22 +140,41 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(old=routers, new=routers)
     def router_reconnects(self, old: int, new: int) -> None:
-        named = [(key, starts) for router, key, starts in self.open.values() if router == old]
+        named = [(key, legs) for router, key, legs in self.open.values() if router == old]
         self.cluster.adopt(new, named)
-        for key, starts in named:
-            self.open[key.request_id] = (new, key, starts)
+        for key, legs in named:
+            self.open[key.request_id] = (new, key, legs)
 
     @invariant()
     def counts_are_true(self) -> None:
         self.cluster.check()
         assert self.cluster.open_requests() == len(self.open)
-        on = Counter(start for _, _, starts in self.open.values() for start in starts)
+        on = Counter(leg.start for _, _, legs in self.open.values() for leg in legs)
         for view in self.cluster.members():
             assert view.open_requests == on[view.instance.start]
             assert view.draining == (view.instance.instance_id in self.draining)
         assert [view.instance.instance_id for view in self.cluster.members()] == sorted(self.members)
         assert bool(self.cluster.served()) == bool(self._usable())
 
+    @rule(router=routers, key=keys)
+    def prefilled(self, router: int, key: RequestKey) -> None:
+        held = self.open.get(key.request_id)
+        mine = held is not None and held[:2] == (router, key)
+        assert self.cluster.prefilled(router, key) is mine
+        if held is not None and mine:
+            self.open[key.request_id] = (*held[:2], tuple(replace(leg, prefill=0) for leg in held[2]))
+
+
+class LeastLoadMachine(ClusterMachine):
+    policy = Policy.LEAST_LOAD
+
+
+class AffinityMachine(ClusterMachine):
+    policy = Policy.AFFINITY
+
 
 TestCluster = ClusterMachine.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeastLoad = LeastLoadMachine.TestCase
+TestAffinity = AffinityMachine.TestCase
+for _case, _examples in ((TestCluster, 40), (TestLeastLoad, 20), (TestAffinity, 20)):
+    _case.settings = settings(max_examples=_examples, stateful_step_count=40, deadline=None)

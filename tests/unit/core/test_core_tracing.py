@@ -76,9 +76,11 @@ def test_parents_attributes_events_and_errors_arrive(receiver: tuple[Receiver, s
 def test_without_an_endpoint_nothing_is_recorded_or_started() -> None:
     before = threading.active_count()
     tracing = Tracing.from_config(TelemetryConfig(), "svc")
-    span = tracing.begin_root("root", TraceContext(b"\1" * 16, b"\2" * 8))
-    assert span is NOOP_SPAN
-    assert span.context is None
+    assert tracing.begin_root("root", None) is NOOP_SPAN
+    caller = TraceContext(b"\1" * 16, b"\2" * 8)
+    span = tracing.begin_root("root", caller)
+    assert not span.recording
+    assert span.context == caller, "the trace of the caller goes on at the next service"
     span.set("a", 1)
     span.end()
     tracing.shutdown()
@@ -87,8 +89,13 @@ def test_without_an_endpoint_nothing_is_recorded_or_started() -> None:
 
 def test_sampling_obeys_the_parent_and_otherwise_the_ratio(receiver: tuple[Receiver, str]) -> None:
     tracing = Tracing.from_config(TelemetryConfig(otlp_endpoint=receiver[1], sample_ratio=0.0), "svc")
-    assert tracing.begin_root("r", None) is NOOP_SPAN
-    assert tracing.begin_root("r", TraceContext(b"\1" * 16, b"\2" * 8, flags=0)) is NOOP_SPAN
+    own = tracing.begin_root("r", None)
+    assert not own.recording
+    assert own.context is not None
+    assert not tracing.begin("child", own.context).recording
+    refused = TraceContext(b"\1" * 16, b"\2" * 8, flags=0)
+    assert tracing.begin_root("r", refused).context == refused
+    assert not tracing.begin_root("r", refused).recording
     taken = tracing.begin_root("r", TraceContext(b"\1" * 16, b"\2" * 8, flags=1))
     assert taken.context is not None
     taken.end()

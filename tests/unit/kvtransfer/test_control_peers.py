@@ -140,7 +140,7 @@ def context() -> ContextSide:
 
 def test_welcome_comes_after_every_rank_has_loaded_the_peer(context: ContextSide):
     context.hello()
-    assert context.orders == [(rank, LoadPeer(GENERATION, CONTEXT.ranks)) for rank in (0, 1)]
+    assert context.orders == [(rank, LoadPeer(GENERATION, CONTEXT.ranks, bounce=True)) for rank in (0, 1)]
     context.load(0)
     context.load(0)
     assert context.kinds() == []

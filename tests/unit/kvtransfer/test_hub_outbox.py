@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+from isthmus.v1.kv_transfer_service_pb2 import ConnectRequest
 
 from hub_world import key
 from kvtransfer.hub import outbox as module
 from kvtransfer.hub.outbox import Outbox
 from kvtransfer.messages import KvRequest, Ping
-from kvtransfer.ports import RankBlocks, TokenRange
+from kvtransfer.ports import RankBlocks, TokenRange, TransferNotice, WriterOutcome
 from kvtransfer.session.actions import EndReason
 
 ME = b"m" * 16
@@ -19,8 +20,10 @@ ME = b"m" * 16
 async def batches(outbox: Outbox) -> list[list[int]]:
     outbox.end(EndReason.UNNEEDED, "enough")
     found: list[list[int]] = []
-    while (batch := await outbox.batch()) is not None:
-        found.append([message.ping.nonce for message in batch])
+    while await outbox.ready():
+        envelope = ConnectRequest()
+        outbox.take(envelope)
+        found.append([message.ping.nonce for message in envelope.messages])
     return found
 
 
@@ -49,18 +52,20 @@ async def test_no_more_than_one_mebibyte_unless_one_message_is_larger():
 
 async def test_waiting_ends_with_the_first_message():
     outbox = Outbox()
-    waiting = asyncio.create_task(outbox.batch())
+    waiting = asyncio.create_task(outbox.ready())
     await asyncio.sleep(0)
     outbox.say(Ping(1), ME)
-    batch = await waiting
-    assert batch is not None
-    assert len(batch) == 1
+    assert await waiting
+    envelope = ConnectRequest()
+    outbox.take(envelope)
+    assert len(envelope.messages) == 1
+    assert envelope.dst_incarnation == ME
     # Taken is not written yet: only the next call says so.
     assert outbox.waiting == 1
     outbox.end(EndReason.UNNEEDED, "first")
     outbox.end(EndReason.PROTOCOL, "second")
     outbox.say(Ping(2), ME)
-    assert await outbox.batch() is None
+    assert not await outbox.ready()
     assert outbox.waiting == 0
     assert outbox.ended == (EndReason.UNNEEDED, "first")
 
@@ -72,4 +77,17 @@ async def test_peer_that_does_not_read_is_cut_off(monkeypatch):
         outbox.say(Ping(nonce), ME)
     assert outbox.ended is not None
     assert outbox.ended[0] is EndReason.UNAVAILABLE
-    assert await outbox.batch() is None
+    assert not await outbox.ready()
+
+
+async def test_notices_leave_as_one_message_and_count_each():
+    outbox = Outbox()
+    for rank in range(100):
+        outbox.say(TransferNotice(key(1), rank, rank, WriterOutcome.DELIVERED), ME)
+    counts: list[list[int]] = []
+    outbox.end(EndReason.UNNEEDED, "enough")
+    while await outbox.ready():
+        envelope = ConnectRequest()
+        outbox.take(envelope)
+        counts.append([message.transfer_notices.count for message in envelope.messages])
+    assert counts == [[64], [36]]

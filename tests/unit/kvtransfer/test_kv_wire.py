@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -133,7 +135,7 @@ def test_peer_messages_survive(body):
 def test_kv_requests_survive(trace):
     request = KvRequest(KEY, TokenRange(16, 99), BLOCKS, trace, 5, may_retry=True)
     data = wire.peer_message_to_pb(request).SerializeToString()
-    back = wire.peer_message_from_pb(transfer_pb2.PeerMessage.FromString(data))
+    (back,) = wire.peer_bodies_from_pb(transfer_pb2.PeerMessage.FromString(data))
     assert isinstance(back, KvRequest)
     assert (back.key, back.tokens, back.trace, back.receive, back.may_retry) == (KEY, request.tokens, trace, 5, True)
     assert same_blocks(back.destinations, BLOCKS)
@@ -212,7 +214,7 @@ def test_sessions_survive():
 
 def test_block_lists_are_views_not_copies():
     pb = wire.peer_message_to_pb(KvRequest(KEY, TokenRange(0, 4), BLOCKS, receive=1)).kv_request
-    request = wire.peer_message_from_pb(transfer_pb2.PeerMessage(kv_request=pb))
+    (request,) = wire.peer_bodies_from_pb(transfer_pb2.PeerMessage(kv_request=pb))
     assert isinstance(request, KvRequest)
     assert not request.destinations[0].blocks.flags.writeable
 
@@ -252,7 +254,7 @@ def _change(change):
 )
 def test_malformed_hello_names_the_field(change, field):
     with pytest.raises(WireError) as caught:
-        wire.peer_message_from_pb(_change(change))
+        wire.peer_bodies_from_pb(_change(change))
     assert field in str(caught.value)
 
 
@@ -261,7 +263,7 @@ def _view(hello: transfer_terms_pb2.Hello) -> kv_pb2.PoolView:
 
 
 def test_capabilities_of_a_newer_peer_are_dropped():
-    hello = wire.peer_message_from_pb(_change(lambda h: h.capabilities.append(99)))
+    (hello,) = wire.peer_bodies_from_pb(_change(lambda h: h.capabilities.append(99)))
     assert isinstance(hello, Hello)
     assert hello.capabilities == frozenset({Capability.RECONCILE})
 
@@ -269,7 +271,7 @@ def test_capabilities_of_a_newer_peer_are_dropped():
 @pytest.mark.parametrize("data", [b"", b"\xfa\x01\x00", b"\xa2\x06\x00"])
 def test_unknown_bodies_are_refused(data):
     with pytest.raises(WireError, match=r"peer_message\.body"):
-        wire.peer_message_from_pb(transfer_pb2.PeerMessage.FromString(data))
+        wire.peer_bodies_from_pb(transfer_pb2.PeerMessage.FromString(data))
     with pytest.raises(WireError, match=r"rank_command\.body"):
         wire.rank_input_from_bytes(
             transfer_ipc_pb2.RankInput(commands=[transfer_ipc_pb2.RankCommand()]).SerializeToString()
@@ -281,7 +283,7 @@ def test_ids_outside_the_global_range_neither_leave_nor_enter(request_id):
     pb = transfer_pb2.PeerMessage()
     pb.cancel.key.request_id = request_id
     with pytest.raises(WireError, match="request_id"):
-        wire.peer_message_from_pb(pb)
+        wire.peer_bodies_from_pb(pb)
     with pytest.raises(ValueError, match="never travel"):
         wire.key_to_pb(RequestKey(request_id))
 
@@ -292,7 +294,7 @@ def _kv_request(**changes):
         target, _, attribute = name.rpartition("__")
         owner = pb.kv_request
         for step in target.split("__") if target else ():
-            owner = owner.destinations[0] if step == "first" else getattr(owner, step)
+            owner = getattr(owner, step)
         setattr(owner, attribute, value)
     return pb
 
@@ -300,16 +302,18 @@ def _kv_request(**changes):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"first__blocks__le_int32": b"\0" * 6}, "not a multiple of 4"),
-        ({"first__blocks__le_int32": bytes(4 * ((1 << 22) + 1))}, "at most"),
-        ({"first__rank": 1}, "twice"),
+        ({"destinations__le_int32": b"\0" * 6}, "6 bytes"),
+        ({"destinations__le_int32": bytes(4 * ((1 << 22) + 1))}, "at most"),
+        ({"destinations__count": 1 << 13}, "8192 lists, at most"),
+        ({"destinations__count": 3}, "le_uint32"),
+        ({"destinations__le_uint32": struct.pack("<8I", 1, 1, 0, 0, 0, 0, 2, 1)}, "twice"),
         ({"tokens__begin": 5}, "runs backwards"),
         ({"trace__span_id": b"1"}, "trace"),
     ],
 )
 def test_malformed_requests_name_the_field(changes, field):
     with pytest.raises(WireError, match=field):
-        wire.peer_message_from_pb(_kv_request(**changes))
+        wire.peer_bodies_from_pb(_kv_request(**changes))
 
 
 def test_unsettled_success_is_refused():
@@ -319,12 +323,50 @@ def test_unsettled_success_is_refused():
         wire.receive_outcome_from_pb(pb)
 
 
-@pytest.mark.parametrize("outcome", [0, 4])
-def test_unknown_outcomes_are_refused(outcome):
-    pb = wire.notice_to_pb(NOTICE)
-    pb.outcome = outcome
-    with pytest.raises(WireError, match="outcome"):
-        wire.notice_from_pb(pb)
+@pytest.mark.parametrize(
+    ("field", "code", "at", "value", "problem"),
+    [
+        ("le_uint32", "I", 3, 0, "outcome"),
+        ("le_uint32", "I", 3, 4, "outcome"),
+        ("le_uint32", "I", 4, 1, "not_held"),
+        ("le_uint32", "I", 6, 2, "extents"),
+        ("le_uint32", "I", 7, 9, "number 9 is named"),
+        ("le_uint64", "Q", 0, 1, "request_id"),
+        ("le_float64", "d", 2, -1.0, "post"),
+        ("le_float64", "d", 3, float("nan"), "wire"),
+        ("extents", "I", 2, 1 << 30, "run backwards"),
+        ("extents", "I", 5, 0, "run backwards"),
+    ],
+)
+def test_malformed_notices_are_refused(field: str, code: str, at: int, value: float, problem: str):
+    pb = wire.notices_to_pb([NOTICE])
+    data = getattr(pb, field)
+    numbers = list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
+    numbers[at] = value
+    setattr(pb, field, struct.pack(f"<{len(numbers)}{code}", *numbers))
+    with pytest.raises(WireError, match=problem):
+        wire.notices_from_pb(pb)
+
+
+@pytest.mark.parametrize("field", ["le_uint64", "le_uint32", "le_float64", "extents"])
+def test_columns_of_a_newer_peer_are_left_and_missing_ones_refused(field: str):
+    notices = (NOTICE, NOTICE._replace(dst_rank=5, reason="late", extents=()))
+    pb = wire.notices_to_pb(notices)
+    assert wire.notices_from_pb(pb) == notices
+    data = getattr(pb, field)
+    rows = 1 if field == "extents" else 2
+    setattr(pb, field, data + bytes(rows * (4 if field in ("le_uint32", "extents") else 8)))
+    assert wire.notices_from_pb(pb) == notices
+    setattr(pb, field, data[:-4])
+    with pytest.raises(WireError, match=field):
+        wire.notices_from_pb(pb)
+
+
+def test_notices_that_follow_each_other_are_one_message():
+    bodies = (Ping(1), *(NOTICE._replace(dst_rank=rank) for rank in range(64)), Ping(2), NOTICE)
+    pb = wire.envelope_to_request(Envelope(SOME_ID, OTHER_ID, bodies))
+    assert len(pb.messages) == 4
+    assert wire.envelope_from_pb(pb).messages == bodies
 
 
 CORPUS = [

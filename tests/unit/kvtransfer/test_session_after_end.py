@@ -11,7 +11,8 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.messages import KvRequest, ReceiveKey, ReconcileReply, TransferLimits
 from kvtransfer.ports import RankBlocks, RequestKey, SendOffer, TokenRange, TransferNotice, WriteOrder, WriterOutcome
 from kvtransfer.session.actions import Action, ToPeer, ToRank
-from kvtransfer.session.transmit import TransmitPeer, TransmitSessions
+from kvtransfer.session.transmit import TransmitSessions
+from kvtransfer.session.transmit_attempt import TransmitPeer
 
 KEY = RequestKey(1 << 40)
 PEER = ("generation-0", b"g" * 16)

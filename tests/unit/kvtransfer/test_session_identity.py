@@ -190,7 +190,7 @@ def test_hold_counts_from_the_last_chunk():
 def test_chunks_out_of_order_are_refused():
     context = Context()
     chunk(context, 0, 0, 4)
-    with pytest.raises(TransferStateError, match="chunk 2 comes after 1"):
+    with pytest.raises(TransferStateError, match="chunk 2 of group 0 comes after 1 of"):
         chunk(context, 2, 8, 12)
 
 

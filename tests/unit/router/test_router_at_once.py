@@ -17,8 +17,11 @@ from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Tracing
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.pipeline import Pipeline
-from isthmus_router.ports import ConnectionLost, LegKind, Schedule, Tokens
+from isthmus_router.ports import ConnectionLost, LegKind, Tokens
 from isthmus_router.requests import End, GenerateRequest, Part, TextInput
+from isthmus_router.retry import RetryPolicy
+from isthmus_router.rules import Rules
+from isthmus_router.schedules import ScheduleRule
 from router_fakes import CONTEXT, STOP, WHOLE, FakeCoordinator, FakeWorkers, Hang, Pause, finished, last, ready
 
 KEY = RequestKey(MIN_GLOBAL_ID + 7)
@@ -39,7 +42,7 @@ class Bench:
             {"m": ByteTokenizer()},
             tracing or Tracing.from_config(TelemetryConfig(), "test"),
             max_text_bytes=1000,
-            schedule=Schedule.GENERATION_FIRST,
+            rules=Rules(ScheduleRule(0), retry=RetryPolicy(max_attempts=1)),
         )
 
     def script(self, kind: LegKind, *steps: object) -> None:

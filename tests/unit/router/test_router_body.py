@@ -6,15 +6,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
 from isthmus_core.errors import DeadlineExceeded, InvalidRequest
-from isthmus_router.http.body import MAX_NODES, MAX_VALUES, count_structure, read_body
+from isthmus_router.http.body import read_body
 from isthmus_router.http.parse import parse_body
 from isthmus_router.http.schemas import CompletionRequest
 from isthmus_router.merge import merged
+from isthmus_router.structure import MAX_NODES, MAX_VALUES, check_texts, count_structure
 
 NAMES = st.text(alphabet=',"\\[', max_size=3)
 JSON = st.recursive(
@@ -34,10 +35,11 @@ def structure(value: object) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 7, 1 << 16])
+@settings(deadline=None)
 @given(value=JSON)
 def test_structure_is_counted_outside_of_strings_only(slice_bytes: int, value: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isthmus_router.http.body._SLICE", slice_bytes)
+        patch.setattr("isthmus_router.structure._SLICE", slice_bytes)
         *_, last = [(0, 0), *count_structure(json.dumps(value).encode())]
     assert last == structure(value)
 
@@ -139,3 +141,13 @@ async def test_a_reader_that_leaves_ends_every_stream_and_none_has_run_ahead() -
         await asyncio.sleep(0.02)
     assert all(source.closed for source in sources)
     assert sum(source.sent for source in sources) <= 4 + len(sources)
+
+
+def test_several_texts_share_the_bounds() -> None:
+    half = "[" * (MAX_NODES // 2) + "]" * (MAX_NODES // 2)
+    quoted = json.dumps({"text": "[" * MAX_NODES})
+    check_texts([half, quoted], "chat")
+    with pytest.raises(InvalidRequest, match="chat"):
+        check_texts([half, quoted, half], "chat")
+    with pytest.raises(InvalidRequest, match="values"):
+        check_texts(["[" + "1," * (MAX_VALUES + 1) + "1]"], "chat")

@@ -33,6 +33,8 @@ from isthmus_router.pipeline import Pipeline
 from isthmus_router.ports import ConnectionLost, FinishReason, LegKind, Tokens
 from isthmus_router.preparation import ContextLengthExceeded
 from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextInput, TokenInput
+from isthmus_router.retry import RetryPolicy
+from isthmus_router.rules import Rules
 from isthmus_router.sampling import SamplingOptions
 from router_fakes import WHOLE, FakeCoordinator, FakeModel, FakeWorkers, Hang, Pause, finished, last, ready
 
@@ -51,6 +53,7 @@ class Bench:
             {"m": ByteTokenizer()},
             tracing or Tracing.from_config(TelemetryConfig(), "test"),
             max_text_bytes=200_000,
+            rules=Rules(retry=RetryPolicy(max_attempts=1)),
         )
 
     def script(self, kind: LegKind, *steps: object) -> None:
@@ -518,3 +521,22 @@ async def test_overload_of_the_coordinator_reaches_the_client_as_it_is() -> None
     bench = Bench(error=Overloaded("placements", 5))
     assert (await bench.fail(ask())).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     await bench.settle(aborted=False, placed=False)
+
+
+async def test_a_request_waits_for_a_coordinator_that_is_started_again() -> None:
+    bench = Bench()
+    lapsed = NoCapacity("the lease on request ids has lapsed")
+    mint, bench.coordinator.ready = bench.coordinator.mint_id, False
+
+    def refuse() -> int:
+        raise lapsed
+
+    bench.coordinator.mint_id = refuse  # type: ignore[method-assign]
+    running = asyncio.create_task(bench.run(ask(request_id=0)))
+    await asyncio.sleep(0.02)
+    assert not running.done()
+    bench.coordinator.mint_id = mint  # type: ignore[method-assign]
+    assert text_of(await running) == "Hi!"
+    # One that stands and grants nothing says so.
+    bench.coordinator.mint_id, bench.coordinator.ready = refuse, True  # type: ignore[method-assign]
+    assert await bench.fail(ask(request_id=0)) is lapsed

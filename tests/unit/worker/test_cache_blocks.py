@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_core.errors import InternalError
@@ -83,6 +83,7 @@ def test_the_integrity_check_sees_a_block_with_two_owners():
         blocks.check_integrity()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=60))
 def test_any_sequence_of_operations_keeps_every_block(operations: list[tuple[int, int]]):
     blocks, held = BlockManager(16, 4), dict[int, int]()

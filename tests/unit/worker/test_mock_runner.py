@@ -24,7 +24,7 @@ def runner(blocks: int = 16, tokens_per_block: int = 4, **options) -> tuple[Mock
 
 
 def row(tokens, start: int, blocks, want: bool = True, draws: tuple[Draw, ...] = GREEDY) -> BatchRow:
-    return BatchRow(np.array(tokens, np.int64), start, np.array(blocks, np.int32), draws if want else ())
+    return BatchRow(np.array(tokens, np.int64), start, (np.array(blocks, np.int32),), draws if want else ())
 
 
 def tokens_of(made: MockRunner, rows: list[BatchRow]) -> list[int]:

@@ -24,7 +24,7 @@ def runner(blocks: int = 32) -> tuple[MockRunner, np.ndarray]:
 
 
 def row(tokens, start: int, blocks, *draws: Draw) -> BatchRow:
-    return BatchRow(np.array(tokens, np.int64), start, np.array(blocks, np.int32), draws)
+    return BatchRow(np.array(tokens, np.int64), start, (np.array(blocks, np.int32),), draws)
 
 
 def draw(sampling: Sampling, sample: int = 0, output=()) -> Draw:

@@ -28,6 +28,8 @@ TAKEN = {
     "logprobs": [None, 0, 20],
     "min_tokens": [0, 10],
     "max_tokens": [1, 1 << 31],
+    "resumed": [0, 1, 1 << 24],
+    "first_sample": [0, 15],
     "stop_token_ids": [(), (0, VOCAB - 1, 0), tuple(range(256))],
 }
 REFUSED = {
@@ -43,6 +45,8 @@ REFUSED = {
     "logprobs": [-1, 21],
     "min_tokens": [-1, 11],
     "max_tokens": [0, -1],
+    "resumed": [-1, (1 << 24) + 1],
+    "first_sample": [-1, 16],
     "stop_token_ids": [(-1,), (2, VOCAB), (1,) * 257],
 }
 REFUSED_BIAS = [

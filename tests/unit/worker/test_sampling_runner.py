@@ -33,7 +33,7 @@ def _runner(folder: Path) -> TorchRunner:
 
 
 def _row(ids: np.ndarray, start: int, blocks: list[int], *draws: Draw) -> BatchRow:
-    return BatchRow(np.array(ids, np.int64), start, np.array(blocks, np.int32), draws)
+    return BatchRow(np.array(ids, np.int64), start, (np.array(blocks, np.int32),), draws)
 
 
 def _draw(sampling: Sampling, sample: int, output: list[int]) -> Draw:

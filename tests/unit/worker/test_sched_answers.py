@@ -42,8 +42,7 @@ def test_one_prefill_and_n_answers_of_their_own(length: int, reuse: bool):
         plan = bench.scheduler.plan(bench.now)
         if not plan.rows:
             break
-        if plan.copies:
-            bench.runner.copy_blocks(*plan.copied_blocks())
+        plan.make_copies(bench.runner)
         computed += sum(len(row.token_ids) for row in plan.rows)
         bench.scheduler.apply(plan, bench.runner.execute(plan.rows), (), bench.now)
         bench.check()
@@ -198,7 +197,7 @@ def test_both_answers_of_a_request_may_fail_in_one_step():
     key = bench.submit(PROMPT[:5], 9, n=2, **HOT)
     bench.step()
     plan = bench.scheduler.plan(bench.now)
-    bench.runner.copy_blocks(*plan.copied_blocks())
+    plan.make_copies(bench.runner)
     assert len(plan.rows) == 2
     bench.scheduler.apply(plan, [(), ()], {0, 1}, bench.now)
     assert bench.trails[key].released

@@ -94,6 +94,65 @@ def test_what_the_context_instance_has_already_is_offered_before_anything_is_com
     pair.check_idle()
 
 
+@pytest.mark.parametrize("length", [1, 4, 17, 64])
+def test_text_is_the_same_with_pages_that_are_reserved_early(length: int):
+    prompt = [32 + index * 7 % 95 for index in range(length)]
+    pair = Pair(reserve_early=True)
+    keys = [pair.submit(prompt, 9) for _ in range(3)]
+    pair.run()
+    for key in keys:
+        assert pair.text(key) == oracle(prompt, 9)
+    pair.check_idle()
+
+
+def test_pages_can_be_reserved_before_the_context_leg_is_scheduled():
+    generation = Bench("generation", reserve_early=True)
+    key = generation.submit(PROMPT, 9, at_once=True)
+    generation.run()
+    assert generation.scheduler.load().used_blocks == 10
+    assert not generation.messages(ReceiveRequest), "nobody could write them yet"
+    generation.transceiver.deliver(Bound(key, 3))
+    generation.run()
+    (asked,) = generation.messages(ReceiveRequest)
+    assert isinstance(asked, ReceiveRequest)
+    assert asked.holder.dp_rank == 3
+    generation.abort(key)
+    generation.deliver_receive(key, TransferFailure.CANCELLED)
+    generation.run()
+    generation.check_idle()
+
+
+def test_reserved_pages_come_back_when_the_leg_is_dropped_or_never_bound():
+    generation = Bench("generation", reserve_early=True)
+    dropped, unbound = (generation.submit(PROMPT, 9, at_once=True) for _ in range(2))
+    generation.run()
+    assert generation.scheduler.load().used_blocks == 20
+    generation.abort(dropped)
+    generation.transceiver.deliver(BindFailed(unbound, TransferFailure.PEER_LOST, "gone"))
+    generation.run()
+    assert not generation.messages(ReceiveRequest)
+    generation.check_idle()
+
+
+def test_a_leg_that_is_bound_while_it_queues_for_pages_asks_when_it_has_them():
+    generation = Bench("generation", reserve_early=True, num_blocks=16)
+    first, second = (generation.submit(PROMPT, 9, at_once=True) for _ in range(2))
+    generation.run()
+    assert generation.scheduler.load().used_blocks == 10
+    generation.transceiver.deliver(Bound(second, 0))
+    generation.run()
+    assert not generation.messages(ReceiveRequest)
+    generation.abort(first)
+    generation.run()
+    (asked,) = generation.messages(ReceiveRequest)
+    assert isinstance(asked, ReceiveRequest)
+    assert asked.key == second
+    generation.abort(second)
+    generation.deliver_receive(second, TransferFailure.CANCELLED)
+    generation.run()
+    generation.check_idle()
+
+
 def test_no_page_is_taken_before_the_context_leg_is_scheduled():
     generation = Bench("generation")
     key = generation.submit(PROMPT, 9, at_once=True)

@@ -28,6 +28,7 @@ class Life:
             policy=self.draw.choice(POLICIES),
             num_blocks=self.draw.choice([20, 40]),
             max_batch_tokens=self.draw.choice([5, 10, 16]),
+            reserve_early=seed % 2 == 1,
         )
         self.asked: dict[RequestKey, tuple[list[int], Sampling]] = {}
         self.unsettled: set[RequestKey] = set()

@@ -10,15 +10,15 @@ import pytest
 from isthmus_core.config import parse_config
 from isthmus_core.errors import InternalError
 from isthmus_worker.engine import ContextPhase, EngineLoad, EngineRequest, RequestType, Sampling, Tokens
-from isthmus_worker.engine_process.build import build_scheduler, load_model
+from isthmus_worker.engine_process.build import build_front
 from isthmus_worker.engine_process.frames import EngineMessage
 from isthmus_worker.engine_process.inbox import HubGone
+from isthmus_worker.engine_process.load import load_model
 from isthmus_worker.engine_process.loop import EngineLoop
 from isthmus_worker.engine_process.outbox import Outbox
 from isthmus_worker.scheduler import RequestFinished, RequestReleased, RequestTokens
 from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
 from kvtransfer.ports import ReceiveOutcome, ReceiveRequest
-from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 from mock_oracle import oracle
 from sched_bench import HOLDER, new_key
 
@@ -55,9 +55,9 @@ class Script:
         self.frames += 1
         self.order.append("frame")
 
-    def copy_blocks(self, src, dst) -> None:
+    def copy_blocks(self, *blocks) -> None:
         self.order.append("copies")
-        self._runner.copy_blocks(src, dst)
+        self._runner.copy_blocks(*blocks)
 
     def execute(self, rows):
         self.order.append("rows")
@@ -77,9 +77,8 @@ class Script:
         self.outbox = Outbox(self)
         emit = self.outbox.emit
         self.outbox.emit = lambda message: (self.said.append((self.now, message)), emit(message))[1]
-        transceiver = None if role == "context_and_generation" else SchedulerTransceiver(self.outbox)
-        self.scheduler = build_scheduler(config, model, self.outbox, transceiver)
-        EngineLoop(self.scheduler, self, self, self.outbox, transceiver, lambda: self.now).run()
+        self.scheduler = build_front(config, model, self.outbox)
+        EngineLoop(self.scheduler, self, self, self.outbox, lambda: self.now).run()
 
     def of(self, kind) -> list:
         return [message for _, message in self.said if isinstance(message, kind)]
@@ -183,7 +182,7 @@ def test_a_leak_is_found_as_soon_as_the_engine_is_idle():
 
     def leak() -> None:
         if script.scheduler.live:
-            blocks = script.scheduler._memory.blocks
+            blocks = script.scheduler._schedulers[0]._memory.cache._blocks
             blocks._tables[one.key, 0] = blocks.table((one.key, 0))[:0]
 
     script.fails = leak

@@ -239,11 +239,20 @@ def test_what_can_never_run_is_refused(prompt: list[int], max_tokens: int, field
     bench.check_idle()
 
 
+def test_a_generation_instance_answers_a_prompt_of_its_own():
+    bench = Bench("generation")
+    key = bench.submit([65, 66, 67], 6, leg=RequestType.CONTEXT_AND_GENERATION)
+    bench.run()
+    assert bench.trails[key].answers[0] == oracle([65, 66, 67], 6)
+    bench.check_idle()
+
+
 @pytest.mark.parametrize("role", list(LEGS))
 @pytest.mark.parametrize("leg", list(RequestType))
 def test_an_instance_takes_the_legs_of_its_role_only(role: str, leg: RequestType):
     bench = Bench(role)
-    if LEGS[role] is leg:
+    # A generation instance also computes prompts itself: those that are cheaper to compute than to fetch.
+    if leg in (LEGS[role], LEGS["context_and_generation"] if role == "generation" else None):
         bench.submit([65], 4, leg=leg)
         return
     with pytest.raises(InvalidRequest, match=f"role {role}") as caught:

@@ -65,7 +65,7 @@ def test_layers_with_another_window_are_another_group_of_the_same_pool(tmp_path:
     (pool,), groups = table.pools, table.groups
     assert [(one.global_layer_ids, one.sliding_window) for one in groups] == [((0, 2), 24), ((1,), None)]
     memory = _memory(table).reshape(10, -1)
-    runner.execute([BatchRow(_ids(BLOCK), 0, _blocks(7), GREEDY)])
+    runner.execute([BatchRow(_ids(BLOCK), 0, (_blocks(7),), GREEDY)])
     # Between them the groups describe every byte of a slot once.
     covered = np.zeros(pool.slot_bytes, int)
     for view in (view for group in groups for view in group.views):
@@ -91,7 +91,7 @@ def test_bytes_outside_a_window_are_not_read(tmp_path: Path, window: int) -> Non
             for position in range(row.done - window + 1):
                 memory[row.blocks[position // BLOCK], :, :, :, position % BLOCK] = np.nan
         # A chunk over the same positions, then decode rows of different lengths together.
-        chunk = BatchRow(_ids(3), rows[0].done, rows[0].blocks, GREEDY)
+        chunk = BatchRow(_ids(3), rows[0].done, (rows[0].blocks,), GREEDY)
         return [[one.token for one in runner.execute([chunk])[0]], *run_greedy(runner, rows, 12)]
 
     assert after_hand_off(spoil=True) == after_hand_off(spoil=False)
@@ -165,13 +165,13 @@ def test_a_block_that_a_transfer_filled_is_cleaned_behind_its_tokens(folder: Pat
     runner = TorchRunner(folder)
     memory = _memory(runner.allocate_cache(8)).view(np.float32).reshape(8, 2, 2, 2, BLOCK, 16)
     prompt = _ids(5)
-    ((drawn,),) = runner.execute([BatchRow(prompt, 0, _blocks(3), GREEDY)])
+    ((drawn,),) = runner.execute([BatchRow(prompt, 0, (_blocks(3),), GREEDY)])
     handed_off = memory[3].copy()
-    runner.execute([BatchRow(_ids(40), 0, _blocks(1, 3, 2), GREEDY)])
+    runner.execute([BatchRow(_ids(40), 0, (_blocks(1, 3, 2),), GREEDY)])
     memory[3] = handed_off
     memory[3, :, :, :, 5:] = np.nan
-    longer = BatchRow(np.array([7]), 40, _blocks(1, 4, 2), GREEDY)
-    answers = runner.execute([longer, BatchRow(np.array([drawn.token]), 5, _blocks(3), GREEDY)])
+    longer = BatchRow(np.array([7]), 40, (_blocks(1, 4, 2),), GREEDY)
+    answers = runner.execute([longer, BatchRow(np.array([drawn.token]), 5, (_blocks(3),), GREEDY)])
     assert answers[1][0].token == run_greedy(runner, [GreedySequence(prompt.tolist(), [6])], 2)[0][1]
 
 
@@ -200,29 +200,29 @@ def test_infinite_logits_are_no_answer(folder: Path) -> None:
     runner = TorchRunner(folder)
     runner.allocate_cache(2)
     with pytest.raises(NonFiniteLogits):
-        runner.execute([BatchRow(_ids(5), 0, _blocks(0), GREEDY)])
+        runner.execute([BatchRow(_ids(5), 0, (_blocks(0),), GREEDY)])
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (BatchRow(_ids(0), 0, _blocks(0), GREEDY), r"\[0, 0\)"),
-        (BatchRow(_ids(1), -1, _blocks(0), GREEDY), r"\[-1, 0\)"),
-        (BatchRow(_ids(20), 0, _blocks(0, 1), GREEDY), r"\[0, 20\)"),
-        (BatchRow(_ids(1), 18, _blocks(0, 1), GREEDY), r"\[18, 19\)"),
-        (BatchRow(np.array([320]), 0, _blocks(0), GREEDY), "token ids"),
-        (BatchRow(np.array([-1]), 0, _blocks(0), GREEDY), "token ids"),
-        (BatchRow(_ids(17), 0, _blocks(0), GREEDY), "too few"),
-        (BatchRow(_ids(1), 16, _blocks(0), GREEDY), "too few"),
-        (BatchRow(_ids(17), 0, _blocks(0, 4), GREEDY), "block ids"),
-        (BatchRow(_ids(1), 0, _blocks(-1), GREEDY), "block ids"),
+        (BatchRow(_ids(0), 0, (_blocks(0),), GREEDY), r"\[0, 0\)"),
+        (BatchRow(_ids(1), -1, (_blocks(0),), GREEDY), r"\[-1, 0\)"),
+        (BatchRow(_ids(20), 0, (_blocks(0, 1),), GREEDY), r"\[0, 20\)"),
+        (BatchRow(_ids(1), 18, (_blocks(0, 1),), GREEDY), r"\[18, 19\)"),
+        (BatchRow(np.array([320]), 0, (_blocks(0),), GREEDY), "token ids"),
+        (BatchRow(np.array([-1]), 0, (_blocks(0),), GREEDY), "token ids"),
+        (BatchRow(_ids(17), 0, (_blocks(0),), GREEDY), "too few"),
+        (BatchRow(_ids(1), 16, (_blocks(0),), GREEDY), "too few"),
+        (BatchRow(_ids(17), 0, (_blocks(0, 4),), GREEDY), "block ids"),
+        (BatchRow(_ids(1), 0, (_blocks(-1),), GREEDY), "block ids"),
     ],
 )
 def test_a_row_outside_cache_or_model_is_refused_and_writes_nothing(folder: Path, row: BatchRow, message: str) -> None:
     runner = TorchRunner(folder, max_model_len=18)
     memory = _memory(runner.allocate_cache(4))
     with pytest.raises(ValueError, match=message):
-        runner.execute([BatchRow(_ids(3), 0, _blocks(2), GREEDY), row])
+        runner.execute([BatchRow(_ids(3), 0, (_blocks(2),), GREEDY), row])
     assert not memory.any()
 
 

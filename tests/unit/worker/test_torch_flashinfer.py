@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from greedy_driver import GreedySequence, blocks_for
+from greedy_driver import GreedySequence, blocks_for, whole_shape
 from isthmus_worker.torch_engine.attention.flashinfer import FlashInferBackend
 from isthmus_worker.torch_engine.attention.sdpa import SdpaBackend
 from isthmus_worker.torch_engine.batch import plan_step
+from isthmus_worker.torch_engine.joint_step import join
 from isthmus_worker.torch_engine.kv_pool import KvPool
 from isthmus_worker.torch_engine.loader import load_weights
 from isthmus_worker.torch_engine.model import Decoder
@@ -81,14 +82,14 @@ def test_it_computes_what_torch_computes(tmp_path: Path, monkeypatch: pytest.Mon
         model = Decoder(config, 512, torch.float32, device)
         load_weights(folder, model.targets(), config.tied)
         for name in ("sdpa", "flashinfer"):
-            pool = KvPool(config, NUM_BLOCKS, 16, torch.float32, device)
-            attention = SdpaBackend(pool, config.windows) if name == "sdpa" else FlashInferBackend(pool, config.heads)
+            pool = KvPool(whole_shape(config, torch.float32), (NUM_BLOCKS,), config.head_dim, torch.float32, device)
+            attention = SdpaBackend(pool) if name == "sdpa" else FlashInferBackend(pool, config.heads)
             lines = [GreedySequence(p, table, 30) for p, table in zip(prompts, tables, strict=True)]
             for _ in range(6):  # whole prompts, first and later chunks, decode rows, all in one step
                 rows = [one.row() for one in lines]
-                plan = plan_step(rows, pool.shape, config.vocab_size, 512)
+                plan = plan_step(rows, pool.shapes, config.vocab_size, 512)
                 pool.begin_step(plan)
-                logits.append(model.forward(plan, attention.begin(plan)).clone())
+                logits.append(model.forward(join(rows, 1, 0, plan), attention.begin(plan)).clone())
                 for one, row in zip(lines, rows, strict=True):
                     one.done += len(row.token_ids)
                     one.tokens += [one.done % 300 + 4] if row.draws else []

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from greedy_driver import GREEDY, GreedySequence, blocks_for, open_oracle, oracle_greedy, run_greedy
+from greedy_driver import GREEDY, GreedySequence, blocks_for, open_oracle, oracle_greedy, run_greedy, whole_shape
 from isthmus_worker.runner import BatchRow
 from isthmus_worker.torch_engine import ModelUnusable, TorchRunner
 from isthmus_worker.torch_engine.attention import choose_attention
 from isthmus_worker.torch_engine.attention.sdpa import SdpaBackend
 from isthmus_worker.torch_engine.batch import plan_step
+from isthmus_worker.torch_engine.joint_step import join
 from isthmus_worker.torch_engine.kv_pool import KvPool
 from isthmus_worker.torch_engine.loader import load_weights
 from isthmus_worker.torch_engine.model import Decoder
@@ -99,7 +100,7 @@ def test_a_row_does_not_depend_on_its_company(tmp_path: Path) -> None:
 def test_only_rows_that_want_a_token_get_one(tmp_path: Path) -> None:
     runner = _runner(tiny_llama(tmp_path / "model"))
     ids = np.arange(10, 20)
-    rows = [BatchRow(ids, 0, np.array([block], np.int32), want) for block, want in enumerate((GREEDY, (), GREEDY))]
+    rows = [BatchRow(ids, 0, (np.array([block], np.int32),), want) for block, want in enumerate((GREEDY, (), GREEDY))]
     first, middle, last = runner.execute(rows)
     assert first == last
     assert len(first) == 1
@@ -115,15 +116,15 @@ def _logits(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
     with torch.inference_mode():
         model = Decoder(config, 512, dtype, device)
         load_weights(folder, model.targets(), config.tied)
-        pool = KvPool(config, 32, 16, dtype, device)
-        attention = SdpaBackend(pool, config.windows)
+        pool = KvPool(whole_shape(config, dtype), (32,), config.head_dim, dtype, device)
+        attention = SdpaBackend(pool)
         blocks = np.arange(32, dtype=np.int32)[::-1].copy()
         found: list[torch.Tensor] = []
         for begin in range(len(prompt)):
-            row = BatchRow(np.array(prompt[begin : begin + 1], np.int64), begin, blocks, GREEDY)
-            plan = plan_step([row], pool.shape, config.vocab_size, 512)
+            row = BatchRow(np.array(prompt[begin : begin + 1], np.int64), begin, (blocks,), GREEDY)
+            plan = plan_step([row], pool.shapes, config.vocab_size, 512)
             pool.begin_step(plan)
-            found.append(model.forward(plan, attention.begin(plan)).clone())
+            found.append(model.forward(join([row], 1, 0, plan), attention.begin(plan)).clone())
     return torch.cat(found).float()
 
 

@@ -10,6 +10,7 @@ from isthmus.v1 import worker_service_pb2
 
 from isthmus_core.errors import InvalidRequest
 from isthmus_core.framing import FrameError
+from isthmus_core.generation import chunk_from_pb, sampling_to_pb
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import (
     ContextPhase,
@@ -29,7 +30,6 @@ from isthmus_worker.scheduler import ContextDone, RequestFinished, RequestTokens
 from isthmus_worker.wire.engine_frames import LegEnded, LegTokens, commands_to_bytes, events_from_bytes
 from isthmus_worker.wire.requests import MAX_SALT, context_phase_to_pb, request_from_pb
 from isthmus_worker.wire.responses import event_to_pb
-from isthmus_worker.wire.tokens import chunk_from_pb, sampling_to_pb
 from kvtransfer.ports import Holder
 
 KEY = RequestKey(1 << 40, 3)
@@ -101,7 +101,7 @@ def test_ends_reach_the_router_as_the_engine_made_them(first: list[Tokens], cach
     )
     done, finished = ContextDone(KEY, tuple(first), report), RequestFinished(KEY, None, report)
     told = events_from_bytes(events_to_bytes([done, finished]))
-    assert told == [LegEnded(KEY, ContextReady(tuple(first), report)), LegEnded(KEY, Finished(report))]
+    assert told == [LegEnded(KEY, ContextReady(tuple(first), report), report), LegEnded(KEY, Finished(report), report)]
     request = EngineRequest(KEY, RequestType.CONTEXT_ONLY, (65,), Sampling(1))
     ready = event_to_pb(ContextReady(tuple(first), report), request, HOLDER).context_ready
     assert tuple(chunk_from_pb(one) for one in ready.params.first_tokens) == tuple(first)

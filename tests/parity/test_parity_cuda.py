@@ -1,0 +1,130 @@
+"""Parity on CUDA devices: float32 with TF32 off token for token, bf16 bit for bit where both sides are cut alike.
+
+Needs two GPUs for all of it; with one the rows that need a second are skipped. Figures are printed (`-s`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from parity_fleet import Fleet, Instance, Shape, request, run_split
+from parity_oracle import Case, cases, expected
+from tiny_models import tiny_model
+from worker_process import BOTH, CONTEXT, GENERATION
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB = 8192
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="session", name="llama")
+def _llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(
+        tmp_path_factory.mktemp("models") / "llama-cuda",
+        seed=5,
+        vocab_size=VOCAB,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.05,
+    )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", name="fleet")
+async def _fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Fleet, None]:
+    async with Fleet(tmp_path_factory.mktemp("fleet"), max_ranks=8) as fleet:
+        yield fleet
+
+
+def on(model: Path, *devices: int, dtype: str = "float32") -> Shape:
+    """A tensor-parallel instance with a rank on each of these devices."""
+    named = ", ".join(f"'cuda:{device}'" for device in devices)
+    settings = ("engine.device=cuda", f"parallel.devices=[{named}]", f"model.dtype={dtype}")
+    return Shape(model, tp=len(devices), settings=settings)
+
+
+ROWS = {
+    "two ranks on one GPU to TP1": ((0, 0), (0,)),
+    "TP1 to TP1 across GPUs": ((0,), (1,)),
+    "TP2 over NCCL to TP1": ((0, 1), (1,)),
+    "TP1 to TP2 over NCCL": ((0,), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("row", [row if row.startswith("two") else pytest.param(row, marks=two_gpus) for row in ROWS])
+async def test_float32(fleet: Fleet, llama: Path, row: str) -> None:
+    context, generation = (on(llama, *devices) for devices in ROWS[row])
+    wanted = cases(VOCAB)
+    first, second = await fleet.pair(context, generation)
+    found = await asyncio.gather(*(run_split(first, second, case, fleet.number()) for case in wanted))
+    assert [tokens for tokens, _ in found] == expected(llama, wanted)
+    print(f"\n{row}: path {found[0][1].handoff.path}")
+
+
+async def _logprobs(instance: Instance, made: Any) -> tuple[list[tuple[int, float]], Any]:
+    """(token, log probability) of every position, and the last answer."""
+    made.sampling.logprobs = 1
+    answers = [one async for one in instance.process.stub.Generate(made, timeout=60)]
+    chunks = [one.tokens for one in answers if one.HasField("tokens")]
+    return _pairs(chunks), answers[-1]
+
+
+def _pairs(chunks: Any) -> list[tuple[int, float]]:
+    return [
+        (int.from_bytes(one.tokens.le_uint32[4 * at : 4 * at + 4], "little"), entry.logprob)
+        for one in chunks
+        for at, entry in enumerate(one.logprobs)
+    ]
+
+
+async def _unsplit(instance: Instance, case: Case, number: int) -> list[tuple[int, float]]:
+    return (await _logprobs(instance, request(case, BOTH, number)))[0]
+
+
+async def _split(pair: tuple[Instance, Instance], case: Case, number: int) -> list[tuple[int, float]]:
+    _, last = await _logprobs(pair[0], request(case, CONTEXT, number))
+    params = last.context_ready.params
+    rest, _ = await _logprobs(pair[1], request(case, GENERATION, number, params))
+    return _pairs(params.first_tokens) + rest
+
+
+@pytest.mark.parametrize("row", ["TP1 to TP1", pytest.param("TP2 to TP1", marks=two_gpus)])
+async def test_bfloat16(fleet: Fleet, llama: Path, row: str) -> None:
+    """Cut alike, every log probability is the same float: the cache has arrived bit for bit. Cut otherwise the sums of
+    the layers are rounded otherwise: the first token's error comes from the context instance, the others' from the
+    cache it has sent."""
+    last = torch.cuda.device_count() - 1
+    context = on(llama, *((0,) if row == "TP1 to TP1" else (0, 1)), dtype="bfloat16")
+    generation = on(llama, last, dtype="bfloat16")
+    wanted = [replace(case, options={}) for case in cases(VOCAB) if not case.seeded]
+    pair = await fleet.pair(context, generation)
+    alone = await fleet.alone(generation)
+    errors: list[float] = []
+    for case in wanted:
+        whole = await _unsplit(alone, case, fleet.number())
+        parted = await _split(pair, case, fleet.number())
+        assert len(whole) == len(parted) == case.new_tokens
+        if row == "TP1 to TP1":
+            assert parted == whole
+        for (token, one), (other_token, other) in zip(whole, parted, strict=True):
+            if token != other_token:
+                break  # from here on the two read different texts
+            errors.append(abs(one - other))
+    print(f"\n{row}: {len(errors)} steps compared, largest error of a log probability {max(errors):.4g}")
+    assert max(errors) < 0.25

@@ -1,0 +1,173 @@
+"""Workers of vLLM and of the reference engine on one model, the test as their router and coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isthmus.v1 import coordinator_service_pb2, kv_index_pb2, worker_service_pb2
+
+from fake_coordinator import FakeCoordinator, Response
+from isthmus_core.block_keys import split_keys
+from worker_process import BOTH, CONTEXT, GENERATION, WorkerProcess, leg, tokens, worker
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"
+READY = coordinator_service_pb2.PAIR_STATE_READY
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker and the coordinator it is registered with."""
+
+    name: str
+    process: WorkerProcess
+    coordinator: FakeCoordinator
+
+    @property
+    def instance(self) -> Any:
+        """As it has introduced itself."""
+        return self.coordinator.said("hello")[0].instance
+
+
+@dataclass(slots=True)
+class World:
+    """Workers by name: "vllm-context", "torch-generation", and so on."""
+
+    members: dict[str, Member] = field(default_factory=dict[str, Member])
+    _number: int = 0
+
+    def number(self) -> int:
+        """A new request."""
+        self._number += 1
+        return self._number
+
+    async def prefill(self, name: str, prompt: Sequence[int], max_tokens: int, number: int) -> tuple[list[int], Any]:
+        """First tokens and ContextPhaseParams of a context leg."""
+        request = leg(prompt, max_tokens, kind=CONTEXT, number=number)
+        answers = [answer async for answer in self.members[name].process.stub.Generate(request, timeout=120)]
+        params = answers[-1].context_ready.params
+        return [token for one in params.first_tokens for token in array("I", one.tokens.le_uint32)], params
+
+    async def split(self, context: str, generation: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """All tokens of a request whose legs run on two workers."""
+        number = self.number()
+        first, params = await self.prefill(context, prompt, max_tokens, number)
+        request = leg(prompt, max_tokens, kind=GENERATION, number=number, params=params)
+        stub = self.members[generation].process.stub
+        answers = [answer async for answer in stub.Generate(request, timeout=120)]
+        report = answers[-1].finished.report
+        assert not report.handoff_failures, report.handoff_failures
+        assert not report.recomputed
+        return first + tokens(answers)
+
+    async def whole(self, name: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """All tokens of a request that runs on one worker."""
+        request = leg(prompt, max_tokens, kind=BOTH, number=self.number())
+        answers = [answer async for answer in self.members[name].process.stub.Generate(request, timeout=120)]
+        return tokens(answers)
+
+    async def abort(self, name: str, number: int) -> None:
+        """Withdraws a request."""
+        request = worker_service_pb2.AbortRequest(key=leg([1], 1, number=number).key)
+        await self.members[name].process.stub.Abort(request, timeout=10)
+
+    def ask_for_blocks(self, *names: str) -> None:
+        """The workers tell their coordinators which blocks they can reuse, from now on."""
+        for name in names:
+            self.members[name].coordinator.send(Response(send_kv_snapshot=kv_index_pb2.SendKvSnapshot()))
+
+    def blocks(self, name: str) -> set[bytes]:
+        """Keys of blocks that a worker has told about."""
+        told: set[bytes] = set()
+        for event in self.members[name].coordinator.said("kv_events"):
+            told.update(split_keys(event.stored))
+        return told
+
+    async def idle(self, *names: str) -> None:
+        """Returns when the workers hold nothing; the bound is the test's own timeout."""
+        for name in names or tuple(self.members):
+            process = self.members[name].process
+            await process.idle()
+            while (sessions := await process.sessions()).sessions or sessions.open_requests:
+                await asyncio.sleep(0.05)
+            assert sessions.free_pages == sessions.total_pages, name
+
+
+def vllm_settings(model: Path, **arguments: Any) -> list[str]:
+    """Of a worker with vLLM; `arguments` are vLLM's own."""
+    own = {"enforce_eager": True, **arguments}
+    return [
+        "engine.kind=vllm",
+        f"engine.python={VLLM_PYTHON}",
+        f"engine.vllm={json.dumps(own)}",
+        *_model(model),
+    ]
+
+
+def torch_settings(model: Path) -> list[str]:
+    """Of a worker with the reference engine."""
+    return ["engine.kind=torch", "engine.num_blocks=1024", "engine.max_running=16", *_model(model)]
+
+
+def _model(model: Path) -> list[str]:
+    return [
+        f"model.path={model}",
+        "model.name=m",
+        "model.dtype=float32",
+        "engine.max_model_len=4096",
+        "engine.num_threads=1",
+        "worker.start_timeout_s=120",
+        "worker.engine_start_timeout_s=600",
+    ]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The bound is the test's own timeout."""
+    while not condition():
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def running_world(folder: Path, settings: dict[str, list[str]]) -> AsyncGenerator[World, None]:
+    """Workers by name; the last word of a name is the role. All pairs are connected when it is entered."""
+    world = World()
+    async with AsyncExitStack() as stack:
+        for name, own in settings.items():
+            coordinator = await stack.enter_async_context(FakeCoordinator())
+            given = [*own, f"worker.role={name.rpartition('-')[2]}", f"worker.instance_id={name}"]
+            process = await stack.enter_async_context(
+                worker(folder, coordinator.address, *given, port=None, **ENVIRONMENT)  # all start at once
+            )
+            world.members[name] = Member(name, process, coordinator)
+        for member in world.members.values():
+            assert await member.process.serving(600), member.process.log
+        await connect(world)
+        yield world
+
+
+async def connect(world: World) -> None:
+    """Tells every generation instance of every context instance, and waits until the pairs are ready."""
+    contexts = [one.instance for name, one in world.members.items() if name.endswith("context")]
+    for name, member in world.members.items():
+        if name.endswith("generation"):
+            member.coordinator.send(Response(peers=coordinator_service_pb2.PeerSet(context_instances=contexts)))
+            wanted = {one.incarnation for one in contexts}
+            await member.coordinator.until(
+                lambda member=member, wanted=wanted: (
+                    wanted
+                    <= {pair.context_incarnation for pair in member.coordinator.said("pair") if pair.state == READY}
+                )
+            )

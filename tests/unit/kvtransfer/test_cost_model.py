@@ -1,0 +1,124 @@
+"""Direct or bounced: what the model says for shapes with a clear answer, what the gates say, and what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kv_storage import Shape as StorageShape
+from kv_storage import Storage, instance, rank_info
+from kvtransfer.cost.book import DEVICE, HOST, Copying, CostBook
+from kvtransfer.cost.model import Shape, best_bounced, bounced, direct_s
+from kvtransfer.cost.policies import ChunkLimits, StagingPolicy, decide
+from kvtransfer.dry_run import dry_run
+from kvtransfer.pools import MemoryKind, RegisteredRegion
+from kvtransfer.probe_ports import PairProbe
+from kvtransfer.rank_info import InstanceRole
+
+MIB = 1 << 20
+LIMITS = ChunkLimits(MIB, 128 * MIB)
+SMALL = Shape(256 * MIB, 16384, 16384, 256)
+LARGE = Shape(256 * MIB, 8, 8, 256)
+
+
+@pytest.mark.parametrize("cost", [HOST, DEVICE])
+def test_many_small_runs_bounce_and_few_large_ones_do_not(cost):
+    many = replace(SMALL, descriptors=1 << 19, fragments=1 << 19)
+    assert decide(StagingPolicy.COST, cost, many, LIMITS).bounce
+    assert not decide(StagingPolicy.COST, cost, LARGE, LIMITS).bounce
+
+
+def test_the_break_even_grows_with_bytes():
+    """More bytes pay for two more passes: more descriptors are needed before these pay."""
+
+    def least(nbytes: int) -> int:
+        shapes = (Shape(nbytes, count, count, 1) for count in range(1, 4000))
+        return next(one.descriptors for one in shapes if decide(StagingPolicy.COST, DEVICE, one, LIMITS).bounce)
+
+    assert least(64 * MIB) < least(1024 * MIB)
+
+
+def test_the_chosen_chunk_is_the_best_of_all_sizes():
+    best = best_bounced(DEVICE, SMALL, MIB, 128 * MIB)
+    sizes = [MIB << k for k in range(8)]
+    assert best.total_s == min(bounced(DEVICE, SMALL, size).total_s for size in sizes)
+    assert best.chunk_bytes in sizes
+    assert best.writer_s < best.total_s
+
+
+def test_a_sender_that_copies_and_writes_in_turn_is_slower():
+    turns = replace(DEVICE, overlaps=False)
+    assert bounced(turns, SMALL, 16 * MIB).total_s > bounced(DEVICE, SMALL, 16 * MIB).total_s
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape", "bounce"),
+    [
+        (StagingPolicy.BLOCKS_96, replace(LARGE, blocks=96), True),
+        (StagingPolicy.BLOCKS_96, replace(SMALL, blocks=95), False),
+        (StagingPolicy.BYTES_2MIB, Shape(2 * MIB, 1, 1, 1), True),
+        (StagingPolicy.BYTES_2MIB, Shape(2 * MIB - 1, 10**6, 10**6, 1), False),
+        (StagingPolicy.SMALL_DESCRIPTORS, Shape(16 * MIB, 1024, 1024, 1), True),
+        (StagingPolicy.SMALL_DESCRIPTORS, Shape(16 * MIB, 1023, 1023, 1), False),
+        (StagingPolicy.SMALL_DESCRIPTORS, Shape(17 * MIB, 1024, 1024, 1), False),
+        (StagingPolicy.ALWAYS, Shape(1, 1, 1, 1), True),
+        (StagingPolicy.ALWAYS, Shape(0, 0, 0, 0), False),
+        (StagingPolicy.NEVER, replace(SMALL, descriptors=10**7), False),
+    ],
+)
+def test_the_fixed_gates(policy, shape, bounce):
+    decision = decide(policy, DEVICE, shape, LIMITS)
+    assert decision.bounce is bounce
+    assert decision.why
+
+
+def test_a_probe_sets_the_costs_of_its_path_and_they_survive_a_restart(tmp_path):
+    file = tmp_path / "kept" / "costs.json"
+    book = CostBook(HOST, file)
+    book.copying(Copying(8e9, 7e9, 2e-8))
+    book.probed(PairProbe(0, 0, "fabric", 8 * MIB, 1e-3, 1e-5, 1e-5 + 8 * MIB / 4e9, 3e-6))
+    cost = book.cost("fabric")
+    assert cost.rate == pytest.approx(4e9)
+    assert (cost.post_s, cost.gather_rate) == (3e-6, 8e9)
+    assert book.knows("fabric")
+    assert CostBook(HOST, file).cost("fabric") == cost
+    assert not CostBook(HOST, file).knows("other")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 99, "paths": {}}', '{"version": 1, "paths": {"a": {"x": 1}}}'])
+def test_a_file_that_can_not_be_used_is_measured_anew(tmp_path, text):
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    assert CostBook(HOST, file).cost("a") == HOST
+
+
+def test_observed_transfers_correct_the_predictions():
+    book, shape = CostBook(DEVICE), Shape(4 * MIB, 4096, 4096, 1)
+    for _ in range(60):
+        predicted = direct_s(book.cost("p"), shape)
+        book.observed("p", bounced=False, predicted=predicted, took=3 * direct_s(DEVICE, shape))
+    assert direct_s(book.cost("p"), shape) == pytest.approx(3 * direct_s(DEVICE, shape), rel=0.1)
+    assert book.cost("q") == DEVICE
+
+
+def test_a_failed_probe_changes_nothing():
+    book = CostBook(HOST)
+    book.probed(PairProbe(0, 0, problem="no scratch"))
+    book.observed("p", bounced=True, predicted=0.0, took=1.0)
+    assert book.cost("p") == HOST
+
+
+def test_a_dry_run_says_which_way_a_measured_pair_would_take():
+    small = Storage(StorageShape(heads=2, unit=256), "slot_major", 64)
+    context = instance(rank_info(small.page_table()), role=InstanceRole.CONTEXT, name="c")
+    info = rank_info(Storage(StorageShape(heads=2, unit=256, tokens_per_block=16), "layer_major", 64).page_table())
+    arena = RegisteredRegion(1 << 50, 64 * MIB, MemoryKind.DRAM)
+    generation = instance(replace(info, arena=arena))
+    slow_runs = PairProbe(0, 0, "cma", 8 * MIB, 1e-3, 1e-5, 4e-3, 1e-2)
+    plan = dry_run(context, generation, 200, lambda src, dst: slow_runs)
+    assert "rank 0 -> rank 0: in chunks of 1 MiB" in plan.explanation
+    fast_runs = replace(slow_runs, per_run=1e-9)
+    plan = dry_run(context, generation, 200, lambda src, dst: fast_runs)
+    assert "rank 0 -> rank 0: directly" in plan.explanation
+    assert "rank 0 -> rank 0: directly" not in dry_run(context, generation, 200, lambda src, dst: None).explanation
