@@ -3,7 +3,8 @@
     python benchmarks/control_plane.py [--quick] [--json FILE]
 
 Same messages (a KvRequest there, a TransferNotice back), same two processes, all cases interleaved, medians of rounds.
-ZeroMQ is measured twice: both ends blocked in recv, and both inside asyncio, as a service needs it.
+ZeroMQ is measured twice: both ends blocked in recv, and both inside asyncio, as a service needs it. A grpc.aio stream
+that carries bytes without any meaning shows what is left when our own part is taken away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+import exchange_empty
 import exchange_grpc
 import exchange_zmq
 import uvloop
@@ -29,14 +31,20 @@ class Cases:
     """Every case is a coroutine that returns one sample: seconds, or messages per second."""
 
     def __init__(
-        self, ours: exchange_grpc.Peer, thread: exchange_zmq.BlockingPeer, loop: exchange_zmq.AsyncPeer, calls: int
+        self,
+        ours: exchange_grpc.Peer,
+        empty: exchange_empty.Peer,
+        thread: exchange_zmq.BlockingPeer,
+        loop: exchange_zmq.AsyncPeer,
+        calls: int,
     ) -> None:
-        self._ours, self._thread, self._loop, self._calls = ours, thread, loop, calls
+        self._ours, self._empty, self._thread, self._loop, self._calls = ours, empty, thread, loop, calls
 
     def all(self) -> dict[str, Case]:
         """Name -> case, in the order of a round."""
         cases: dict[str, Case] = {
             "rtt grpc": lambda: self._rtt(self._ours.round_trip, 0),
+            "rtt empty": lambda: self._rtt(self._empty.round_trip, 0),
             "rtt thread": lambda: self._rtt(self._blocked, 0),
             "rtt asyncio": lambda: self._rtt(self._loop.round_trip, 0),
             "paced grpc": lambda: self._rtt(self._ours.round_trip, PACE_S),
@@ -77,11 +85,13 @@ class Cases:
 
 async def measure(rounds: int, calls: int) -> dict[str, float]:
     """Median of every case over `rounds` interleaved rounds."""
-    servers = Server(exchange_grpc.serve), Server(exchange_zmq.serve), Server(exchange_zmq.serve_asyncio)
+    serves = (exchange_grpc.serve, exchange_zmq.serve, exchange_zmq.serve_asyncio, exchange_empty.serve)
+    servers = [Server(serve) for serve in serves]
     ours = exchange_grpc.Peer(servers[0].port)
     thread, loop = exchange_zmq.BlockingPeer(servers[1].port), exchange_zmq.AsyncPeer(servers[2].port)
+    empty = exchange_empty.Peer(servers[3].port)
     try:
-        cases = Cases(ours, thread, loop, calls).all()
+        cases = Cases(ours, empty, thread, loop, calls).all()
         samples: defaultdict[str, list[float]] = defaultdict(list)
         for number in range(rounds + 1):
             for name, case in cases.items():
@@ -91,6 +101,7 @@ async def measure(rounds: int, calls: int) -> dict[str, float]:
                     samples[name].append(sample)
     finally:
         await ours.close()
+        await empty.close()
         thread.close()
         loop.close()
         for server in servers:
@@ -105,6 +116,13 @@ def rows(found: dict[str, float]) -> list[Row]:
         at_most("one in flight, paced; ZeroMQ in a blocked thread", us["paced grpc"], "us", us["paced thread"], 3),
         at_most("one in flight, closed loop; ZeroMQ in a blocked thread", us["rtt grpc"], "us", us["rtt thread"], 4.5),
         at_most("one in flight, closed loop; ZeroMQ in asyncio", us["rtt grpc"], "us", us["rtt asyncio"], 1.2),
+        Row(
+            "one in flight, a grpc.aio stream of bytes alone; ZeroMQ in asyncio",
+            us["rtt empty"],
+            "us",
+            us["rtt asyncio"],
+            us["rtt empty"] / us["rtt asyncio"],
+        ),
     ]
     for blocks, window, size, least in (
         (SMALL, 16, "200 B", 1.3),

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -33,8 +33,8 @@ from report import Row, argument_parser, at_least, interleaved, show
 from isthmus_core.config import EngineConfig, IsthmusConfig, ModelConfig
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import EngineRequest, RequestType, Sampling
-from isthmus_worker.engine_process.build import build_scheduler, load_model
-from isthmus_worker.engine_process.outbox import Outbox
+from isthmus_worker.engine_process.build import build_scheduler
+from isthmus_worker.engine_process.load import load_model
 from isthmus_worker.scheduler import RequestTokens
 
 Prompts = list[list[int]]
@@ -56,8 +56,8 @@ class Engine:
         model = load_model(config)
         self.vocab_size = model.description.vocab_size
         self._runner = model.runner
-        # Events are looked at here instead of being sent: the scheduler uses nothing of an outbox but `emit`.
-        self._scheduler = build_scheduler(config, model, cast("Outbox", self), None)
+        # Events are looked at here instead of being sent.
+        self._scheduler = build_scheduler(config, model, self.emit, None)
         self._tokens: dict[RequestKey, list[int]] = {}
         self._ids = iter(range(1 << 41, 1 << 42))
 

@@ -36,8 +36,10 @@ class _Servicer(rpc.KvTransferServiceServicer):
             outbox.end(EndReason.UNNEEDED, "done")
 
         reader = asyncio.create_task(read())
-        while (messages := await outbox.batch()) is not None:
-            yield pb.ConnectResponse(src_incarnation=INCARNATION, dst_incarnation=INCARNATION, messages=messages)
+        while await outbox.ready():
+            response = pb.ConnectResponse(src_incarnation=INCARNATION)
+            outbox.take(response)
+            yield response
         await reader
 
 
@@ -84,10 +86,10 @@ class Peer:
                 self._enough.set()
 
     async def _write(self) -> None:
-        while (messages := await self._outbox.batch()) is not None:
-            await self._call.write(
-                pb.ConnectRequest(src_incarnation=INCARNATION, dst_incarnation=INCARNATION, messages=messages)
-            )
+        while await self._outbox.ready():
+            envelope = pb.ConnectRequest(src_incarnation=INCARNATION)
+            self._outbox.take(envelope)
+            await self._call.write(envelope)
         await self._call.done_writing()
 
     def say(self, blocks: int, lists: int = 1) -> None:

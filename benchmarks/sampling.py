@@ -39,7 +39,9 @@ def rows_of(sampling: Sampling, count: int) -> list[BatchRow]:
     draw = np.random.default_rng(1)
     ids, blocks = np.zeros(1, np.int64), np.zeros(1, np.int32)
     outputs = draw.integers(0, VOCAB, (count, OUTPUT))
-    return [BatchRow(ids, 99, blocks, (Draw(sampling, row, outputs[row, :9], outputs[row]),)) for row in range(count)]
+    return [
+        BatchRow(ids, 99, (blocks,), (Draw(sampling, row, outputs[row, :9], outputs[row]),)) for row in range(count)
+    ]
 
 
 def seconds(work: Callable[[], object]) -> float:
