@@ -9,10 +9,12 @@ NIXL ?= nixl-cu12
 BIN := .venv/bin
 STAMP := .venv/setup.stamp
 PACKAGES := ./protos ./libs/core ./libs/kvtransfer[$(NIXL)] ./libs/client ./services/coordinator ./services/router ./services/worker[torch,fetch]
+PIP_DOWNLOAD = $(BIN)/python -m pip download -q -c constraints.txt $(if $(WHEELS_DIR),--find-links $(WHEELS_DIR))
 PIP_INSTALL = $(BIN)/python -m pip install -q -c constraints.txt $(if $(WHEELS_DIR),--find-links $(WHEELS_DIR))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto lint fmt typecheck test test-integration test-simulation test-e2e test-nightly demo up down bench docs check clean proto-release
+.PHONY: help setup setup-vllm proto lint fmt typecheck test test-integration test-simulation test-e2e test-parity test-docker \
+	test-vllm test-nightly test-gpu demo up down bench dashboards docs dist wheels check clean proto-release
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +28,9 @@ $(STAMP): constraints.txt requirements-dev.txt Makefile $(wildcard */pyproject.t
 	$(PIP_INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 	$(PIP_INSTALL) --no-build-isolation -r requirements-dev.txt $(addprefix -e ,$(PACKAGES))
 	touch $(STAMP)
+
+setup-vllm: $(STAMP) ## make .venv-vllm with vLLM (CPU) and our packages
+	$(BIN)/python tools/setup_vllm.py
 
 proto: $(STAMP) ## generate the Python stubs of protos/ again
 	$(BIN)/python protos/generate.py
@@ -51,6 +56,18 @@ test-simulation: $(STAMP) ## seeded schedules of faults under a virtual clock
 test-e2e: $(STAMP) ## whole clusters of real processes, the real model included
 	$(BIN)/pytest -q tests/e2e && $(BIN)/pytest -q -m model tests/integration
 
+test-parity: $(STAMP) ## tokens of instances of every shape against an unsplit run
+	$(BIN)/pytest -q tests/parity
+
+test-docker: $(STAMP) ## images and compose; tools/start_docker.sh brings an engine
+	$(BIN)/pytest -q tests/docker
+
+test-vllm: $(STAMP) ## vLLM as the engine; `make setup-vllm` first
+	$(BIN)/pytest -q tests/vllm
+
+test-gpu: $(STAMP) ## on a machine with NVIDIA GPUs
+	$(BIN)/pytest -q -m gpu tests/integration tests/parity
+
 test-nightly: $(STAMP) ## what takes longer than a pull request should
 	$(BIN)/pytest -q -m nightly tests
 
@@ -65,6 +82,16 @@ down: $(STAMP) ## stop every local cluster that `up` started
 
 bench: $(STAMP) ## requests through a mock cluster: throughput, latency, hand-off
 	$(BIN)/python benchmarks/mock_cluster.py $(ARGS)
+
+dashboards: $(STAMP) ## write the Grafana dashboards and the table of metrics again
+	$(BIN)/python deploy/observability/dashboards.py && $(BIN)/python tools/metrics_table.py
+
+dist: $(STAMP) ## wheels of our packages in dist/
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist ./protos ./libs/core ./libs/kvtransfer ./libs/client ./services/coordinator ./services/router ./services/worker
+
+wheels: dist ## what images need from the index, in deploy/wheels (CPU build of torch where pip gives one)
+	mkdir -p deploy/wheels && $(PIP_DOWNLOAD) -d deploy/wheels --find-links dist 'isthmus-worker[torch,fetch]' 'kvtransfer[$(NIXL)]' isthmus-router isthmus-coordinator isthmus-client hatchling grpcio-tools
+	rm -f deploy/wheels/isthmus* deploy/wheels/kvtransfer*
 
 docs: $(STAMP) ## the documentation as a web site in site/
 	$(BIN)/mkdocs build --strict
