@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Four words a unit, room for one of each of MAX_PEERS: space is always scarce.
 UNIT_BYTES, MAX_PEERS = 32, 4
 ARENA_WORDS = UNIT_BYTES * MAX_PEERS // 8
-# Shorter than the drain time of the fabric: what a dead process copies is over before anybody is told that it is.
 _LONGEST_COPY_S = 0.15
 
 
@@ -101,6 +100,7 @@ class SimCopy:
         self.hold = hold
         hold.writes += 1
         hold.posted = True
+        port.copies.add(self)
 
     def done(self) -> bool:
         """As the copier says."""
@@ -108,6 +108,9 @@ class SimCopy:
 
     def finish(self) -> None:
         """The bytes are there, unless the process is gone."""
+        if self not in self._port.copies:
+            return  # it went with its process
+        self._port.copies.discard(self)
         self.hold.writes -= 1
         if self._port.alive:
             words = self._port.arena.words

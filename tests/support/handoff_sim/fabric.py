@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvtransfer.page_table import RegisteredRegion
     from kvtransfer.regions import RegionPairs
 
+    from .bounced import SimCopy
     from .clock import World
     from .memory import Arena
     from .pages import Hold, Pages
@@ -36,6 +37,8 @@ class Port:
     alive: bool = True
     # Whose bytes lie in the words of the send arena.
     gathered: dict[int, Hold] = field(default_factory=dict["int", "Hold"])
+    # Copies between its pages and its arena. They are over with the process: its own memory is all they touch.
+    copies: set[SimCopy] = field(default_factory=set["SimCopy"])
 
 
 @dataclass(eq=False, slots=True)

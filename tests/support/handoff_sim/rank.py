@@ -55,6 +55,8 @@ class SimRank:
         """SIGKILL. What it had posted may land until the fabric has drained."""
         if self.alive:
             self.port.alive = False
+            for copy in list(self.port.copies):
+                copy.finish()
             self.world.note("rank dies", self.port.name)
             self.world.at(self.node.config.drain_s * 0.999, self.node.fabric.cut, self.port)
 
