@@ -65,8 +65,7 @@ def ignore_attempt(patch: pytest.MonkeyPatch) -> None:
     def notice(self, peer, notice, now):
         for key, attempt in self._open.items():
             if key.request_id == notice.key.request_id and attempt.peer == peer:
-                object.__setattr__(notice, "key", key)
-                object.__setattr__(notice, "receive", attempt.receive)
+                notice = notice._replace(key=key, receive=attempt.receive)
         original(self, peer, notice, now)
 
     patch.setattr(ReceiveSessions, "notice", notice)
@@ -80,7 +79,7 @@ def ignore_the_number_of_the_receive(patch: pytest.MonkeyPatch) -> None:
     def notice(self, peer, notice, now):
         attempt = self._open.get(notice.key)
         if attempt is not None:
-            object.__setattr__(notice, "receive", attempt.receive)
+            notice = notice._replace(receive=attempt.receive)
         original(self, peer, notice, now)
 
     patch.setattr(ReceiveSessions, "notice", notice)
