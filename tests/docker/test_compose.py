@@ -44,6 +44,7 @@ async def _project(receiver: OtlpReceiver) -> AsyncGenerator[Project, None]:
             "HTTP_PORT": str(free_port()),
             "GRPC_PORT": str(free_port()),
             "ENGINE_THREADS": "1",
+            "START_PERIOD": "90s",
             "DTYPE": "float32",
             "KV_CACHE_BYTES": str(256 << 20),
         },

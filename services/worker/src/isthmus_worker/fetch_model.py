@@ -59,8 +59,11 @@ def fetch_model(model: str = DEFAULT_MODEL, cache_dir: Path | None = None) -> Pa
 
         return fetch_default(cache_folder(cache_dir) / "models")
     path = Path(model).expanduser()
-    if path.exists():
-        return check_folder(path)
+    try:
+        if path.exists():
+            return check_folder(path)
+    except PermissionError as error:
+        raise ConfigError(f"model {model}: {error.strerror}; it must be readable to user {os.getuid()}") from error
     if not _HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model}: neither {DEFAULT_MODEL!r}, nor an existing folder, nor ORG/NAME of a hub")
     return check_folder(_fetch_from_hub(model, None if cache_dir is None else cache_dir / "hub"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ def say(text: str) -> None:
 
 
 def check_folder(path: Path) -> Path:
-    """`path` as an absolute path. Raises ConfigError naming every needed file that is not in it."""
+    """`path` as an absolute path. Raises ConfigError naming every needed file that is missing or not readable."""
     if not path.is_dir():
         raise ConfigError(f"model {path}: is a file; give the folder that holds config.json and the weights")
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
@@ -27,6 +28,9 @@ def check_folder(path: Path) -> Path:
         missing.append("model.safetensors (or model.safetensors.index.json with its shards)")
     if missing:
         raise ConfigError(f"model {path}: lacks {', '.join(missing)}")
+    closed = sorted(file.name for file in path.iterdir() if file.is_file() and not os.access(file, os.R_OK))
+    if closed:
+        raise ConfigError(f"model {path}: user {os.getuid()} may not read {', '.join(closed)}; chmod a+r")
     return path.resolve()
 
 
