@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -12,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import uvloop
+from exchange_grpc import serve_until_closed
 
 from isthmus_core.rpc import RpcServer, open_channel
 
@@ -37,19 +36,7 @@ async def _serve(ready: Connection) -> None:
     server = RpcServer()
     echo: Any = grpc.stream_stream_rpc_method_handler(_echo, _same, _same)  # pyright: ignore[reportArgumentType]
     server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("empty", {"Echo": echo}),))
-    ready.send(await server.start("127.0.0.1:0"))
-    gone = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def watch() -> None:
-        try:
-            ready.recv()
-        except EOFError:
-            loop.call_soon_threadsafe(gone.set)
-
-    threading.Thread(target=watch, daemon=True).start()
-    await gone.wait()
-    await server.stop(0)
+    await serve_until_closed(server, ready)
 
 
 class Peer:

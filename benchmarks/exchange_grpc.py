@@ -51,6 +51,11 @@ def serve(ready: Connection) -> None:
 async def _serve(ready: Connection) -> None:
     server = RpcServer()
     rpc.add_KvTransferServiceServicer_to_server(_Servicer(), server.server)
+    await serve_until_closed(server, ready)
+
+
+async def serve_until_closed(server: RpcServer, ready: Connection) -> None:
+    """Tells the port, and serves until the other end of the pipe is closed."""
     ready.send(await server.start("127.0.0.1:0"))
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()

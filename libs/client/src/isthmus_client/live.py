@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf.duration_pb2 import Duration
-from isthmus.v1 import common_pb2, coordinator_service_pb2, kv_transfer_service_pb2
+from isthmus.v1 import coordinator_service_pb2, kv_transfer_service_pb2
 from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from isthmus_client.client import get_cluster
-from isthmus_client.transfer import list_sessions
+from isthmus_client.show import role_name
+from isthmus_client.transfer import list_sessions, seconds
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import IsthmusError
 
@@ -92,22 +92,18 @@ def _row(
     seen = now.sessions.get(name)
     state = "draining" if member.draining else "no answer" if seen is None else "ok"
     if member.changing_to:
-        state = f"becomes {_role(member.changing_to)}"
+        state = f"becomes {role_name(member.changing_to)}"
     counts = (str(load.running_requests), str(load.waiting_requests), str(load.held_handoffs))
     rate = f"{finished[name]:.1f}" if name in finished else ""
     bar = ProgressBar(total=max(total, 1), completed=load.used_blocks, width=20)
     doubt = str(load.in_doubt_blocks) if load.in_doubt_blocks else ""
     handoffs = "" if seen is None else str(len(seen.sessions))
-    return [name, _role(member.instance.role), state, *counts, rate, bar, handoffs, doubt]
-
-
-def _role(value: common_pb2.InstanceRole) -> str:
-    return common_pb2.InstanceRole.Name(value).removeprefix("INSTANCE_ROLE_").lower()
+    return [name, role_name(member.instance.role), state, *counts, rate, bar, handoffs, doubt]
 
 
 def _oldest(now: Look, count: int = 5) -> Sequence[Text | Table]:
     """The hand-offs that are open for the longest time: those are the ones to worry about."""
-    entries = [(_seconds(one.age), name, one) for name, answer in now.sessions.items() for one in answer.sessions]
+    entries = [(seconds(one.age), name, one) for name, answer in now.sessions.items() for one in answer.sessions]
     entries.sort(key=lambda entry: -entry[0])
     if not entries:
         return []
@@ -117,7 +113,3 @@ def _oldest(now: Look, count: int = 5) -> Sequence[Text | Table]:
     for age, name, one in entries[:count]:
         table.add_row(str(one.key.request_id), name, one.peer_instance_id, one.state, str(one.pages), f"{age:.1f} s")
     return [Text(), table]
-
-
-def _seconds(value: Duration) -> float:
-    return value.seconds + value.nanos / 1e9

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from google.protobuf.duration_pb2 import Duration
 from isthmus.v1 import coordinator_service_pb2, transfer_tools_pb2
 from rich.table import Table
 
 from isthmus_client.client import get_cluster
-from isthmus_client.transfer import probe_pair
+from isthmus_client.transfer import probe_pair, seconds
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import IsthmusError
 
@@ -46,7 +45,7 @@ def rate_text(pairs: Sequence[transfer_tools_pb2.PairProbe]) -> str:
     problems = [one.problem for one in pairs if one.problem]
     if problems or not pairs:
         return problems[0] if problems else "shares no cache"
-    rates = [(one.bytes / max(_seconds(one.transfer), 1e-9) / 1e9, one.path) for one in pairs]
+    rates = [(one.bytes / max(seconds(one.transfer), 1e-9) / 1e9, one.path) for one in pairs]
     rate, path = min(rates)
     return f"{rate:.2f} GB/s\n{path}"
 
@@ -62,7 +61,3 @@ def render_matrix(answers: Sequence[transfer_tools_pb2.ProbeResponse]) -> Table:
     for context in sorted({one.context_id for one in answers}):
         table.add_row(context, *(cells.get((context, name), "not ready") for name in columns))
     return table
-
-
-def _seconds(value: Duration) -> float:
-    return value.seconds + value.nanos / 1e9

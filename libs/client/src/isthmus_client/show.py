@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 
-def _role(value: common_pb2.InstanceRole) -> str:
+def role_name(value: common_pb2.InstanceRole) -> str:
+    """As people write it."""
     return common_pb2.InstanceRole.Name(value).removeprefix("INSTANCE_ROLE_").lower()
 
 
@@ -43,7 +44,7 @@ def render_cluster(cluster: coordinator_service_pb2.GetClusterResponse) -> Group
         blocks = f"{load.used_blocks}/{load.total_blocks or instance.total_blocks}"
         name = f"{instance.instance_id} (draining)" if member.draining else instance.instance_id
         counts = (str(member.open_requests), str(load.running_requests), str(load.held_handoffs), blocks)
-        serves = f"{instance.model} ({_role(instance.role)}, {instance.engine})"
+        serves = f"{instance.model} ({role_name(instance.role)}, {instance.engine})"
         members.add_row(name, serves, instance.endpoint, *counts)
     pairs = Table(title="Pairs", title_justify="left", show_edge=False)
     for column in ("context", "generation", "state", "reasons"):

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from isthmus.v1 import (
-    common_pb2,
     kv_transfer_service_pb2,
     kv_transfer_service_pb2_grpc,
     transfer_terms_pb2,
@@ -18,6 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from isthmus_client.show import role_name
 from isthmus_core.config import TlsConfig
 from isthmus_core.errors import from_rpc_error
 from isthmus_core.rpc import open_channel
@@ -76,7 +76,7 @@ def render_probe(answer: transfer_tools_pb2.ProbeResponse) -> Group:
         if one.problem:
             table.add_row(ranks, "", "", "", "", "", one.problem)
             continue
-        rate = one.bytes / max(_seconds(one.transfer), 1e-9) / 1e9
+        rate = one.bytes / max(seconds(one.transfer), 1e-9) / 1e9
         times = (_time(one.first), _time(one.next), _time(one.per_run))
         table.add_row(ranks, one.path, f"{rate:.2f}", *times, "")
     return Group(table)
@@ -105,7 +105,7 @@ def render_sessions(answer: kv_transfer_service_pb2.ListSessionsResponse) -> Gro
     for name in ("request", "attempt", "side", "state", "pages", "in doubt", "peer", "for"):
         sessions.add_column(name)
     for one in answer.sessions[:KEY_LIMIT]:
-        side = common_pb2.InstanceRole.Name(one.side).removeprefix("INSTANCE_ROLE_").lower()
+        side = role_name(one.side)
         doubt = "yes" if one.in_doubt else ""
         where = (str(one.key.request_id), str(one.key.attempt), side, one.state)
         sessions.add_row(*where, str(one.pages), doubt, one.peer_instance_id, _time(one.age))
@@ -125,12 +125,13 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", show_edge=False)
 
 
-def _seconds(value: Duration) -> float:
+def seconds(value: Duration) -> float:
+    """A duration of the schema."""
     return value.seconds + value.nanos / 1e9
 
 
 def _time(value: Duration) -> str:
-    seconds = _seconds(value)
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    time = seconds(value)
+    if time < 1e-3:
+        return f"{time * 1e6:.1f} us"
+    return f"{time * 1e3:.2f} ms" if time < 1 else f"{time:.1f} s"
