@@ -10,19 +10,17 @@ import pytest
 from isthmus.v1 import errors_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from isthmus_core.config import TelemetryConfig
 from isthmus_core.errors import InternalError, IsthmusError, RemoteError, WorkerLost
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Tracing
-from isthmus_router.byte_tokenizer import ByteTokenizer
-from isthmus_router.pipeline import Pipeline
 from isthmus_router.ports import ConnectionLost, LegKind, Tokens
 from isthmus_router.requests import End, GenerateRequest, Part, TextInput
 from isthmus_router.retry import RetryPolicy
 from isthmus_router.rules import Rules
 from isthmus_router.schedules import ScheduleRule
-from router_fakes import CONTEXT, STOP, WHOLE, FakeCoordinator, FakeWorkers, Hang, Pause, finished, last, ready
+from router_bench import PipelineBench
+from router_fakes import CONTEXT, STOP, WHOLE, Hang, Pause, finished, last, ready
 
 KEY = RequestKey(MIN_GLOBAL_ID + 7)
 UNSUPPORTED = RemoteError("too old", errors_pb2.ScheduleUnsupported(context_instance_id="context-0", reason="too old"))
@@ -30,27 +28,15 @@ OVERLOOKED = RemoteError("absent", errors_pb2.InvalidField(field="context_phase"
 BROKEN = RemoteError("the model has no answer")
 
 
-class Bench:
-    """A pipeline over fakes that starts both legs at once."""
+class Bench(PipelineBench):
+    """Starts both legs at once."""
 
     def __init__(self, tracing: Tracing | None = None, **coordinator: object) -> None:
-        self.coordinator = FakeCoordinator(**coordinator)  # type: ignore[arg-type]
-        self.workers = FakeWorkers()
-        self.pipeline = Pipeline(
-            self.coordinator,
-            self.workers,
-            {"m": ByteTokenizer()},
-            tracing or Tracing.from_config(TelemetryConfig(), "test"),
-            max_text_bytes=1000,
-            rules=Rules(ScheduleRule(0), retry=RetryPolicy(max_attempts=1)),
-        )
-
-    def script(self, kind: LegKind, *steps: object) -> None:
-        self.workers.scripts[kind] = list(steps)  # type: ignore[arg-type]
+        rules = Rules(ScheduleRule(0), retry=RetryPolicy(max_attempts=1))
+        super().__init__(rules, tracing, max_text_bytes=1000, **coordinator)
 
     async def run(self, number: int = 0, **changes: object) -> list[Part | End]:
-        async with aclosing(self.pipeline.generate(ask(number, **changes))) as parts:
-            return [part async for part in parts]
+        return await self.answer(ask(number, **changes))
 
     async def settle(self, *, aborted: bool) -> None:
         """Everything is over, and the context instance was told exactly when it may hold pages."""

@@ -36,32 +36,20 @@ from isthmus_router.requests import ChatInput, End, GenerateRequest, Part, TextI
 from isthmus_router.retry import RetryPolicy
 from isthmus_router.rules import Rules
 from isthmus_router.sampling import SamplingOptions
-from router_fakes import WHOLE, FakeCoordinator, FakeModel, FakeWorkers, Hang, Pause, finished, last, ready
+from router_bench import PipelineBench
+from router_fakes import WHOLE, FakeModel, Hang, Pause, finished, last, ready
 
 KEY = RequestKey(MIN_GLOBAL_ID + 7)
 
 
-class Bench:
-    """A pipeline over fakes."""
+class Bench(PipelineBench):
+    """One try for each request."""
 
     def __init__(self, tracing: Tracing | None = None, **coordinator: object) -> None:
-        self.coordinator = FakeCoordinator(**coordinator)  # type: ignore[arg-type]
-        self.workers = FakeWorkers()
-        self.pipeline = Pipeline(
-            self.coordinator,
-            self.workers,
-            {"m": ByteTokenizer()},
-            tracing or Tracing.from_config(TelemetryConfig(), "test"),
-            max_text_bytes=200_000,
-            rules=Rules(retry=RetryPolicy(max_attempts=1)),
-        )
-
-    def script(self, kind: LegKind, *steps: object) -> None:
-        self.workers.scripts[kind] = list(steps)  # type: ignore[arg-type]
+        super().__init__(Rules(retry=RetryPolicy(max_attempts=1)), tracing, **coordinator)
 
     async def run(self, request: GenerateRequest) -> list[Part | End]:
-        async with aclosing(self.pipeline.generate(request)) as parts:
-            return [part async for part in parts]
+        return await self.answer(request)
 
     async def fail(self, request: GenerateRequest) -> IsthmusError:
         with pytest.raises(IsthmusError) as caught:

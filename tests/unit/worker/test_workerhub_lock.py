@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from isthmus_core.errors import ConfigError, StartError
-from isthmus_worker.instance_lock import MAX_EXITED, acquire
+from isthmus_core.instance_lock import MAX_EXITED, acquire
 
 
 def incarnation(number: int) -> bytes:

@@ -13,6 +13,7 @@ from isthmus.v1 import kv_transfer_service_pb2, worker_service_pb2, worker_servi
 from isthmus_core.block_keys import Keying
 from isthmus_core.config import IsthmusConfig
 from isthmus_core.ids import new_incarnation
+from isthmus_core.instance_lock import InstanceLock, acquire
 from isthmus_core.logs import setup_logging
 from isthmus_core.rpc import RpcServer
 from isthmus_worker.engine import EngineDescription, EngineLoad
@@ -21,7 +22,6 @@ from isthmus_worker.hub.make_engine import make_engine
 from isthmus_worker.hub.observing import WorkerTelemetry
 from isthmus_worker.hub.role_switch import RoleEdges, RoleSwitch
 from isthmus_worker.hub.servicer import Serving, WorkerServicer
-from isthmus_worker.instance_lock import InstanceLock, acquire
 from isthmus_worker.process_engine import ProcessEngine
 from isthmus_worker.registration import Registration
 from isthmus_worker.settings import WorkerSettings, child_environment, join_address, worker_settings
