@@ -36,7 +36,9 @@ async def coordinator(stderr: IO[bytes], *settings: str) -> AsyncGenerator[str, 
         sys.executable, "-m", "isthmus_coordinator", *arguments, stderr=stderr, stdout=asyncio.subprocess.DEVNULL
     )
     try:
-        assert await wait_serving(address, 30)
+        serving = await wait_serving(address, 30)
+        said = Path(stderr.name).read_text() if Path(stderr.name).is_file() else ""
+        assert serving, f"not serving (exit code {process.returncode}): {said}"
         yield address
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import signal
 import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from isthmus_core.errors import ConfigError, StartError
 
 _PR_SET_PDEATHSIG = 1
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
@@ -70,7 +74,16 @@ def prove_port_free(host: str, port: int, field: str = "listen") -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago, below those that the kernel hands to outgoing connections where it can be.
+
+    A client that dials a port of that range before its server listens can meet itself there: the kernel gives it the
+    same port as its own end, the connection stands, and the server finds its port taken.
+    """
+    lowest = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else 32768
+    for port in random.SystemRandom().sample(range(10240, lowest), 64) if lowest > 10304 else ():
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock, suppress(OSError):
+            sock.bind((host, port))
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])
