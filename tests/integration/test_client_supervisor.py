@@ -118,8 +118,8 @@ async def test_a_cluster_that_never_serves_names_who_is_late(folder: Path):
     (folder / "context-0.silent").touch()
     cluster = _cluster(folder, [])
     try:
-        with pytest.raises(StartError, match="not ready after 3 s: context-0"):
-            await cluster.start(3)
+        with pytest.raises(StartError, match="not ready after 8 s: context-0"):
+            await cluster.start(8)
     finally:
         await cluster.stop()
 
