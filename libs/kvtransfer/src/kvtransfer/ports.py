@@ -90,7 +90,8 @@ class SendOffer:
     """A context leg offers pages. They stay pinned until its `SendOutcome`. `sources` lists blocks from token 0.
 
     Offered whole, or chunk by chunk: `chunk` counts from 0 (from 1 after BindContext), `more` says that others follow,
-    `tokens` are the chunk's. `dp_rank`: the attention-dp group that holds the pages.
+    `tokens` are the chunk's. `dp_rank`: the attention-dp group that holds the pages. `step` of the model that computes
+    them, which has not begun: their layers are sent as they are computed; 0: every kernel that writes them is over.
     """
 
     key: RequestKey
@@ -99,6 +100,7 @@ class SendOffer:
     chunk: int = 0
     more: bool = False
     dp_rank: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,12 @@ class CancelTransfer:
 
 class TransferStats(NamedTuple):
     """What one writer's work cost. Durations in seconds. `bounced`: bytes that went through chunks;
-    `predicted`: what the cost model expected from the order to the end, 0 when it was not asked."""
+    `predicted`: what the cost model expected from the order to the end, 0 when it was not asked.
+
+    Of chunks, all of them together: `credit`, no chunk could go on because room at the peer was waited for; `gather`,
+    copies out of the cache; `scatter`, copies into the cache, which only the generation side knows. They overlap each
+    other and `wire`. `why` the bytes went this way, for people.
+    """
 
     bytes: int = 0
     descriptors: int = 0
@@ -154,6 +161,10 @@ class TransferStats(NamedTuple):
     wire: float = 0.0
     bounced: int = 0
     predicted: float = 0.0
+    credit: float = 0.0
+    gather: float = 0.0
+    scatter: float = 0.0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +231,8 @@ class WriteOrder:
     """Write one attempt's tokens to one peer. Answered by one `TransferNotice` for each destination rank it names.
 
     `sources` lists this rank's blocks from token 0; `destinations` the peer's blocks from `tokens.begin`. `window` is
-    the part of `tokens` to write now, None for all; `receive` the number of the KvRequest that is served.
+    the part of `tokens` to write now, None for all; `receive` the number of the KvRequest that is served; `step` as in
+    SendOffer.
     """
 
     key: RequestKey
@@ -231,6 +243,7 @@ class WriteOrder:
     destinations: tuple[RankBlocks, ...]
     receive: int = 0
     window: TokenRange | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

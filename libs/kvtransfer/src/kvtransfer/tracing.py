@@ -34,6 +34,10 @@ QUEUE_MS = "kv.queue_ms"
 PLAN_MS = "kv.plan_ms"
 POST_MS = "kv.post_ms"
 WIRE_MS = "kv.wire_ms"
+CREDIT_MS = "kv.credit_ms"
+GATHER_MS = "kv.gather_ms"
+SCATTER_MS = "kv.scatter_ms"
+WHY = "kv.why"
 TOTAL_MS = "kv.total_ms"
 OUTCOME = "kv.outcome"
 REASON = "kv.reason"
@@ -54,6 +58,9 @@ def end_receive(span: Span, outcome: ReceiveOutcome) -> None:
         span.set(DESCRIPTORS, writers.descriptors)
         span.set(PATH, writers.path)
         span.set(MODE, _mode(writers))
+        span.set(WHY, writers.why)
+        if writers.bounced:
+            span.set(SCATTER_MS, writers.scatter * 1e3)
         span.set(TOTAL_MS, outcome.stats.total * 1e3)
     failed = outcome.failure is not TransferFailure.NONE
     span.set(OUTCOME, outcome.failure.name.lower() if failed else "delivered")
@@ -76,8 +83,11 @@ def end_transfer(span: Span, notice: TransferNotice) -> None:
     span.set(DESCRIPTORS, stats.descriptors)
     span.set(PATH, stats.path)
     span.set(MODE, _mode(stats))
+    span.set(WHY, stats.why)
     if stats.bounced:
         span.set(BOUNCED_BYTES, stats.bounced)
+        span.set(CREDIT_MS, stats.credit * 1e3)
+        span.set(GATHER_MS, stats.gather * 1e3)
     if stats.predicted:
         span.set(PREDICTED_MS, stats.predicted * 1e3)
     for name, seconds in ((QUEUE_MS, stats.queue), (PLAN_MS, stats.plan), (POST_MS, stats.post), (WIRE_MS, stats.wire)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtransfer.bounce.copying import Copier, HostCopier
-from kvtransfer.errors import AgentUnavailable
+from kvtransfer.errors import AgentUnavailable, ArenaError
 from kvtransfer.pools import MemoryKind, RegisteredRegion
 
 if TYPE_CHECKING:
@@ -18,8 +18,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+# Of an arena whose size nobody chose. On a device three chunks of 128 MiB and more keep a fast link busy.
+HOST_ARENA, DEVICE_ARENA, DEVICE_SHARE = 64 << 20, 512 << 20, 64
+
+
+def default_arena_bytes(cache: RegisteredRegion, unit_bytes: int, max_peers: int) -> int:
+    """Bytes of an arena beside this cache: a unit for each peer, and what the memory can easily spare."""
+    least = unit_bytes * max_peers
+    if cache.memory_kind is not MemoryKind.VRAM:
+        return max(least, HOST_ARENA)
+    import torch
+
+    _, total = torch.cuda.mem_get_info(cache.device_id)
+    return max(least, min(DEVICE_ARENA, total // DEVICE_SHARE) // unit_bytes * unit_bytes)
+
+
 def make_arena(cache: RegisteredRegion, nbytes: int) -> tuple[RegisteredRegion, object]:
-    """An arena in memory of the cache's kind, and what keeps it. Host pages that are never touched cost nothing."""
+    """An arena in memory of the cache's kind, and what keeps it. Host pages that are never touched cost nothing.
+    Raises ArenaError when the device has no room for it."""
     if cache.memory_kind is MemoryKind.VRAM:
         return _device_arena(cache.device_id, nbytes)
     array = np.zeros(nbytes, np.uint8)
@@ -41,8 +57,14 @@ def _device_arena(device_id: int, nbytes: int) -> tuple[RegisteredRegion, object
     import torch
 
     torch.cuda.init()
-    with _plain_segments():
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device_id}")
+    try:
+        with _plain_segments():
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device_id}")
+    except torch.OutOfMemoryError as error:
+        raise ArenaError(
+            f"device {device_id} has no room for an arena of {nbytes} bytes: make the cache or transfer.arena_bytes "
+            "smaller (0: without)"
+        ) from error
     torch.cuda.synchronize(device_id)
     return RegisteredRegion(tensor.data_ptr(), nbytes, MemoryKind.VRAM, device_id), tensor
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kvtransfer.cost.model import PathCost
     from kvtransfer.pools import RegisteredRegion
 
+# The smallest chunk, as hubs count room for every peer.
+UNIT_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class BouncePolicy:
@@ -32,7 +35,7 @@ class BouncePolicy:
     receive: RegisteredRegion | None = None
     copier: Copier = field(default_factory=HostCopier)
     staging: StagingPolicy = StagingPolicy.COST
-    unit_bytes: int = 1 << 20
+    unit_bytes: int = UNIT_BYTES
     chunk_bytes: int = 128 << 20
     depth: int = 3
     max_peers: int = 1

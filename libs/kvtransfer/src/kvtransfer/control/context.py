@@ -117,7 +117,6 @@ class ContextControl:
         peer = self._peers.get(stream.peer)
         if peer is not None and peer.stream == number:
             peer.stream, peer.quiet_since = None, now
-            self._chunks.stream_closed(stream.peer)
 
     def envelope(self, number: int, envelope: Envelope, now: float) -> None:
         """Everything that came at once. Raises ProtocolError: the driver then ends the stream with that text."""
@@ -307,5 +306,6 @@ class ContextControl:
             return
         del self._peers[peer_id]
         self._sessions.forget(peer_id)
+        self._chunks.forget(peer_id)
         for rank in range(len(self._local.ranks)):
             self._emit(ToRank(rank, ForgetPeer(*peer_id)))

@@ -19,6 +19,7 @@ from kvtransfer.control.negotiation import Dialect, Terms, check_welcome, limits
 from kvtransfer.control.pairs import PairState as PairState
 from kvtransfer.control.pairs import PairStatus as PairStatus
 from kvtransfer.control.pairs import PeerAddress as PeerAddress
+from kvtransfer.control.pairs import choose
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import (
     Bind,
@@ -210,16 +211,10 @@ class GenerationControl:
         return {peer: one.terms for peer, one in self._links.items() if one.state is LinkState.READY and one.terms}
 
     def _chosen(self, addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
-        """At most `max_peers`: those with open requests, then those that were asked last, then in the order given."""
-        if len(addresses) <= self._config.max_peers:
-            return list(addresses)
-        log.warning("%d context instances, streams to %d (transfer.max_peers)", len(addresses), self._config.max_peers)
-
-        def rank(one: PeerAddress) -> tuple[bool, float]:
-            peer = (one.instance_id, one.incarnation)
-            return not self._sessions.has_open(peer), -self._sessions.last_used(peer)
-
-        return sorted(addresses, key=rank)[: self._config.max_peers]
+        most = self._config.max_peers
+        if len(addresses) > most:
+            log.warning("%d context instances, streams to %d (transfer.max_peers)", len(addresses), most)
+        return choose(addresses, most, self._local.instance_id, self._sessions.has_open, self._sessions.last_used)
 
     def _leave(self, peer: PeerId, link: _Link, *, superseded: bool, now: float) -> None:
         if superseded:

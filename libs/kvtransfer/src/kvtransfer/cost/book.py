@@ -1,6 +1,6 @@
 """The costs of every path of a rank: what was measured, corrected by what transfers took, kept on disk.
 
-probe ─▶ PathCost ── observed transfers ─▶ a factor for direct and one for bounced ─▶ PathCost as decisions use it
+probe ─▶ PathCost ── transfers ─▶ factors of descriptors, bytes and copies, a credit, a chunk ─▶ PathCost of decisions
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtransfer.cost.model import PathCost
+from kvtransfer.cost.model import PathCost, bounced, direct_s, gather_s
 
 if TYPE_CHECKING:
+    from kvtransfer.cost.model import Shape
     from kvtransfer.probe_ports import PairProbe
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ HOST = PathCost(2e-4, 6e-6, 1.5e9, 3e9, 3e9, 1e-8, 1e-4, 1e-3, overlaps=False)
 DEVICE = PathCost(5e-5, 9e-6, 270e9, 1.6e12, 1.4e12, 1e-10, 6e-5, 1e-3, overlaps=True)
 # How much one observation counts, and how far a factor may go.
 _WEIGHT = 0.2
-_LEAST, _MOST = 0.1, 10.0
+_LEAST, _MOST = 0.1, 30.0
+# What a stage takes at least, for ratios.
+_SHORTEST_S = 1e-6
 _VERSION = 1
 
 
@@ -37,11 +40,29 @@ class Copying:
     fragment_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A transfer in chunks: seconds until the writer was done, of all gathers, and until the first chunk had room."""
+
+    took: float
+    gather: float
+    credit: float
+    chunk_bytes: int
+    chunks: int
+
+
 @dataclass(slots=True)
 class _Path:
+    """What was measured, and what transfers say about it: factors of the cost of descriptors, of bytes, of copies, of a
+    credit and of a chunk. `seen`: transfers in chunks."""
+
     cost: PathCost
-    direct: float = 1.0
-    bounced: float = 1.0
+    post: float = 1.0
+    slow: float = 1.0
+    copies: float = 1.0
+    credit: float = 1.0
+    chunk: float = 1.0
+    seen: int = 0
 
 
 class CostBook:
@@ -84,23 +105,44 @@ class CostBook:
         cost = known.cost
         return replace(
             cost,
-            post_s=cost.post_s * known.direct,
-            chunk_s=cost.chunk_s * known.bounced,
-            gather_rate=cost.gather_rate / known.bounced,
-            scatter_rate=cost.scatter_rate / known.bounced,
+            post_s=cost.post_s * known.post,
+            rate=cost.rate / known.slow,
+            gather_rate=cost.gather_rate / known.copies,
+            scatter_rate=cost.scatter_rate / known.copies,
+            fragment_s=cost.fragment_s * known.copies,
+            credit_s=cost.credit_s * known.credit,
+            chunk_s=cost.chunk_s * known.chunk,
         )
 
-    def observed(self, path: str, *, bounced: bool, predicted: float, took: float) -> None:
-        """A transfer that had the agent for itself took `took` seconds until its writer was done."""
+    def wrote(self, path: str, shape: Shape, took: float) -> None:
+        """A direct write that had the agent for itself took `took` seconds. What it says is shared between bytes and
+        descriptors as the prediction is."""
+        cost, known = self.cost(path), self._known(path)
+        predicted = direct_s(cost, shape)
         if predicted <= 0 or took <= 0:
             return
-        known = self._paths.setdefault(path, _Path(self._start))
-        factor = known.bounced if bounced else known.direct
-        factor = min(_MOST, max(_LEAST, factor * (1 + _WEIGHT * (took / predicted - 1))))
-        if bounced:
-            known.bounced = factor
-        else:
-            known.direct = factor
+        share = shape.descriptors * cost.post_s / predicted
+        known.post = _moved(known.post, took / predicted, _WEIGHT * share)
+        known.slow = _moved(known.slow, took / predicted, _WEIGHT * (1 - share))
+
+    def staged(self, path: str, shape: Shape, seen: Staged) -> None:
+        """A transfer in chunks that had the agent for itself is over on this side. The first ones count most: copies
+        were measured in memory that was in the processor's caches. Means are geometric, since a processor that was
+        taken away makes one of them hundreds of times longer."""
+        cost, known = self.cost(path), self._known(path)
+        expected = gather_s(cost, shape.nbytes, shape.fragments)
+        if expected <= 0 or seen.took <= 0 or seen.gather <= 0:
+            return
+        weight = max(_WEIGHT, 1 / (1 + known.seen))
+        known.seen += 1
+        known.copies = _moved(known.copies, seen.gather / expected, weight)
+        known.credit = _moved(known.credit, max(seen.credit, _SHORTEST_S) / cost.credit_s, weight)
+        rest = seen.took - bounced(self.cost(path), shape, seen.chunk_bytes).writer_s
+        chunk_s = max(cost.chunk_s + rest / seen.chunks, _SHORTEST_S)
+        known.chunk = _moved(known.chunk, chunk_s / cost.chunk_s, weight)
+
+    def _known(self, path: str) -> _Path:
+        return self._paths.setdefault(path, _Path(self._start))
 
     def _save(self) -> None:
         """A cost that can not be kept is measured again next time."""
@@ -114,6 +156,10 @@ class CostBook:
             temporary.replace(self._file)
         except OSError as error:
             log.warning("the costs of paths can not be kept in %s: %s", self._file, error)
+
+
+def _moved(factor: float, ratio: float, weight: float) -> float:
+    return min(_MOST, max(_LEAST, factor * ratio**weight))
 
 
 def _with_copies(cost: PathCost, measured: Copying) -> PathCost:

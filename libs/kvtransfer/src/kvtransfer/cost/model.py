@@ -1,9 +1,10 @@
 """How long a transfer takes, direct and bounced, on a path whose costs are known. Pure arithmetic.
 
 direct    write + bytes / rate + descriptors * post
-bounced   credit + (gather + write + scatter) of one chunk + (chunks - 1) * the slowest stage
+bounced   2 * credit + (gather + write + scatter) of one chunk + (chunks - 1) * the slowest stage
             gather, write and scatter of different chunks overlap; where the sender's copies and writes take turns
-            on one processor, gather and write are one stage
+            on one processor, gather and write are one stage; telling the peer of the last chunk and hearing that it
+            is scattered is taken to last as long as asking for the first one
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Bounced:
-    """The best way to bounce: bytes of a chunk, seconds until the cache is there, and until the writer is done."""
+    """A way to bounce: bytes of a chunk, seconds until the cache is there, and until the writer is done, and how many
+    chunks there are."""
 
     chunk_bytes: int
     total_s: float
     writer_s: float
+    chunks: int
 
 
 def direct_s(cost: PathCost, shape: Shape) -> float:
@@ -74,7 +77,12 @@ def bounced(cost: PathCost, shape: Shape, chunk_bytes: int) -> Bounced:
     else:
         first, slowest = gather + write, max(gather + write, scatter)
     writer = cost.credit_s + chunks * cost.chunk_s + first + (chunks - 1) * slowest
-    return Bounced(chunk_bytes, writer + scatter, writer)
+    return Bounced(chunk_bytes, writer + scatter + cost.credit_s, writer, chunks)
+
+
+def gather_s(cost: PathCost, nbytes: int, fragments: int) -> float:
+    """Seconds of gathering everything, chunk after chunk."""
+    return nbytes / cost.gather_rate + fragments * cost.fragment_s
 
 
 def best_bounced(cost: PathCost, shape: Shape, smallest: int, largest: int) -> Bounced:

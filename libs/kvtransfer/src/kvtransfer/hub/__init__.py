@@ -2,6 +2,7 @@
 
 from kvtransfer.control.generation import PairState, PairStatus, PeerAddress
 from kvtransfer.hub.engine_status import EngineStatus
+from kvtransfer.hub.estimates import PairEstimate
 from kvtransfer.hub.transfer_hub import TransferHub
 
-__all__ = ["EngineStatus", "PairState", "PairStatus", "PeerAddress", "TransferHub"]
+__all__ = ["EngineStatus", "PairEstimate", "PairState", "PairStatus", "PeerAddress", "TransferHub"]

@@ -307,6 +307,7 @@ class HubCore:
         self._effects.link_stop(peer)
 
     def _leg_over(self, outcome: SendOutcome) -> None:
+        self.chunks_out.over(outcome.key)
         if outcome.failure is TransferFailure.NONE:
             self.bindings.handed_off(outcome.key)
         else:

@@ -14,13 +14,18 @@ from isthmus_core.errors import DeadlineExceeded, IsthmusError, Unreachable, fro
 from isthmus_core.rpc import open_channel
 from kvtransfer.dry_run import dry_run
 from kvtransfer.errors import WireError
+from kvtransfer.hub.estimates import Estimates
 from kvtransfer.ports import PeerLoaded, PeerProbed, ProbePeer
 from kvtransfer.rank_info import InstanceRole
 from kvtransfer.wire import instance_info_from_pb
 from kvtransfer.wire.tools import pair_probes_to_pb, plan_to_pb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from isthmus_core.config import TlsConfig
+    from kvtransfer.dry_run import Measured
+    from kvtransfer.hub.estimates import PairEstimate
     from kvtransfer.hub.transfer_hub import TransferHub
     from kvtransfer.ports import RankToHub
     from kvtransfer.probe_ports import PairProbe
@@ -47,8 +52,10 @@ class _Waiting:
 class HubTools:
     """Everything runs on the event loop of the hub."""
 
-    def __init__(self, hub: TransferHub, tls: TlsConfig | None) -> None:
+    def __init__(self, hub: TransferHub, tls: TlsConfig | None, say: Callable[[PairEstimate], None]) -> None:
+        """`say` gets what hand-offs to a peer are expected to take, whenever the way to it was measured."""
         self._hub, self._tls = hub, tls
+        self._estimates = Estimates(say)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         # The last measurement of each pair of ranks, by the peer's instance id. Instances that are gone are dropped.
@@ -67,6 +74,14 @@ class HubTools:
                     waiting.over.set_result(sorted(waiting.found, key=lambda one: (one.src_rank, one.dst_rank)))
             case _:
                 pass
+
+    def tick(self) -> None:
+        """To be called several times a second."""
+        self._estimates.look(self._hub.instance, self._hub.core.context.terms(), self._measured)
+
+    async def close(self) -> None:
+        """Nothing is estimated any more."""
+        await self._estimates.close()
 
     async def probe(self, request: transfer_tools_pb2.ProbeRequest) -> transfer_tools_pb2.ProbeResponse:
         """Raises IsthmusError: not the writing side, no such peer, ranks that do not answer."""
@@ -96,8 +111,7 @@ class HubTools:
         if tokens > MOST_TOKENS:
             raise _invalid("prompt_tokens", f"{tokens}, at most {MOST_TOKENS} are accepted")
         peer = await self._peer(request)
-        last = self._last.get(peer.instance_id, {})
-        run = await asyncio.to_thread(dry_run, self._hub.instance, peer, tokens, lambda src, dst: last.get((src, dst)))
+        run = await asyncio.to_thread(dry_run, self._hub.instance, peer, tokens, self._measured(peer.instance_id))
         return plan_to_pb(run)
 
     async def _peer(self, request: transfer_tools_pb2.PlanTransferRequest) -> InstanceInfo:
@@ -137,11 +151,17 @@ class HubTools:
         what = f"instance_id = {instance_id!r}: {'several have' if chosen else 'no peer of that name has'} a stream"
         raise IsthmusError(f"{what} (connected: {names})", code=grpc.StatusCode.FAILED_PRECONDITION)
 
+    def _measured(self, instance_id: str) -> Measured:
+        last = self._last.get(instance_id, {})
+        return lambda src, dst: last.get((src, dst))
+
     def _remember(self, instance_id: str, probes: tuple[PairProbe, ...] | list[PairProbe]) -> None:
         known = {peer[0] for peer in self._hub.core.context.terms()} | {instance_id}
         self._last = {name: pairs for name, pairs in self._last.items() if name in known}
         measured = {(one.src_rank, one.dst_rank): one for one in probes if not one.problem}
-        self._last.setdefault(instance_id, {}).update(measured)
+        # A new dict: the old one may be read by another thread.
+        self._last[instance_id] = self._last.get(instance_id, {}) | measured
+        self._estimates.measured(instance_id)
 
 
 def _invalid(field: str, problem: str) -> IsthmusError:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvtransfer.config import TransferConfig
     from kvtransfer.control.generation import PairStatus, PeerAddress
     from kvtransfer.control.negotiation import Dialect
+    from kvtransfer.hub.estimates import PairEstimate
     from kvtransfer.hub.outbox import Outbox
     from kvtransfer.messages import Envelope, FenceAnswer, FenceWriter, PeerBody, SessionView
     from kvtransfer.ports import HubToRank, HubToScheduler, RankPort, RankToHub, SchedulerToHub
@@ -45,11 +46,11 @@ class TransferHub:
     """One instance's hand-offs. Everything is called on the event loop, and nothing but `drain` and `close` waits.
 
     deliver(message)      takes outcomes for the scheduler role, in order
-    on_pair(status)       is told of every change of a pair (generation side)
+    on_pair(status)       is told of every change of a pair (generation side); on_estimate(one) of its cost (context)
     rank_ports[r]         the way to rank r
     status()              the engine's numbers for ListSessions; without it, what the open sessions hold
     kill_rank(r, why)     SIGKILLs a rank whose writes a peer suspects; `rank_exited` must follow
-    stop_instance(why)    ends the instance: too much of its memory may be written by peers that can not be reached
+    stop_instance(why)    ends the instance: peers that can not be reached may write too much of its memory
     exited_incarnations   earlier incarnations on this host of which every process is proven to have exited
     """
 
@@ -65,6 +66,7 @@ class TransferHub:
         rank_ports: Sequence[RankPort],
         deliver: Callable[[HubToScheduler], None],
         on_pair: Callable[[PairStatus], None],
+        on_estimate: Callable[[PairEstimate], None] = lambda _: None,
         kill_rank: Callable[[int, str], None],
         stop_instance: Callable[[str], None],
         tracing: Tracing,
@@ -90,7 +92,7 @@ class TransferHub:
         self._ticker: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.tools = HubTools(self, tls)
+        self.tools = HubTools(self, tls, on_estimate)
         self.servicer = KvTransferServicer(self)
 
     # --- life
@@ -127,7 +129,7 @@ class TransferHub:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        await self._fences.close()
+        await asyncio.gather(self._fences.close(), self.tools.close())
         await self._end_streams("this instance stops")
 
     async def _end_streams(self, why: str) -> None:
@@ -153,6 +155,7 @@ class TransferHub:
         while True:
             await asyncio.sleep(TICK_S)
             self.core.tick(time.monotonic())
+            self.tools.tick()
             self._look()
 
     # --- from this instance

@@ -41,6 +41,8 @@ class _Written:
     scattering: set[ChunkName] = field(default_factory=set[ChunkName])
     problem: str = ""
     over: bool = False
+    # Seconds of all scatters.
+    seconds: float = 0.0
     # Its last word, until everything is scattered.
     notice: TransferNotice | None = None
 
@@ -121,8 +123,8 @@ class BounceReceive:
             self.chunk(peer, message)
 
     def ready(self, peer: PeerId, ready: ChunkReady) -> None:
-        """A writer asks for room. One whose receive is over gets no answer: its cancel is on the way. Raises
-        ProtocolError for a rank without arena, or a chunk that has been asked for already."""
+        """A writer asks for room, or asks again after a reconnect: then it is told again what it has. One whose receive
+        is over gets no answer: its cancel is on the way. Raises ProtocolError for a rank without arena."""
         name = ready.name
         receive = self._of(peer, name)
         if receive is None or receive.outcome is not None or receive.writer(name).over:
@@ -130,10 +132,11 @@ class BounceReceive:
         arena = self._arenas.get(name.dst_rank)
         if arena is None:
             raise ProtocolError(f"ChunkReady names rank {name.dst_rank}, which has no arena")
-        if arena.knows(name):
-            raise ProtocolError(f"chunk {name} has been asked for already")
-        arena.ask(peer, name, ready.nbytes)
-        self._give(name.dst_rank)
+        if (given := arena.find(name)) is not None:
+            self._emit(ToPeer(peer, Grant(name, given.offset, given.nbytes)))
+        elif not arena.knows(name):
+            arena.ask(peer, name, ready.nbytes)
+            self._give(name.dst_rank)
 
     def chunk(self, peer: PeerId, chunk: BounceChunk) -> None:
         """A chunk has been written. Nothing happens when its receive is over, or it has come before. Raises
@@ -157,7 +160,7 @@ class BounceReceive:
 
     def scattered(self, rank: int, done: Scattered) -> list[tuple[PeerId, TransferNotice]]:
         """A rank does not need a chunk any more. Returns last words that waited for it: they are to be told again."""
-        return self._over([done.name], done.problem) if done.name.dst_rank == rank else []
+        return self._over([done.name], done.problem, done.seconds) if done.name.dst_rank == rank else []
 
     def rank_exited(self, rank: int, reason: str) -> list[tuple[PeerId, TransferNotice]]:
         """A rank of this instance is gone, its arena with it. Returns as `scattered`."""
@@ -194,7 +197,10 @@ class BounceReceive:
             problem = writer.problem or f"{missing} of {notice.chunks} chunks were lost with their stream"
             return notice._replace(outcome=WriterOutcome.QUIESCED, extents=(), reason=problem)
         writer.notice = notice if writer.scattering else None
-        return None if writer.scattering else notice
+        if writer.scattering:
+            return None
+        # Only this side knows what its copies took.
+        return notice._replace(stats=notice.stats._replace(scatter=writer.seconds)) if writer.seen else notice
 
     def hold(self, outcome: ReceiveOutcome) -> bool:
         """True when the outcome has to wait for scatters; it is told then. Every grant of the receive comes back."""
@@ -230,7 +236,9 @@ class BounceReceive:
                 arena.give_back(name)
         self._give(pair[1])
 
-    def _over(self, names: Sequence[ChunkName], problem: str) -> list[tuple[PeerId, TransferNotice]]:
+    def _over(
+        self, names: Sequence[ChunkName], problem: str, seconds: float = 0.0
+    ) -> list[tuple[PeerId, TransferNotice]]:
         words: list[tuple[PeerId, TransferNotice]] = []
         for name in names:
             receive = self._receives.get(name.key)
@@ -239,6 +247,7 @@ class BounceReceive:
             writer = receive.writer(name)
             writer.scattering.discard(name)
             writer.problem = writer.problem or problem
+            writer.seconds += seconds
             self._arenas[name.dst_rank].give_back(name)
             if writer.notice is not None and not writer.scattering:
                 words.append((receive.peer, writer.notice))

@@ -9,6 +9,9 @@ from kvtransfer.ports import TransferStats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Reasons that a sum names.
+_WHYS = 4
+
 
 def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
     """Sums of bytes and descriptors, maxima of times, every path that was used."""
@@ -22,4 +25,8 @@ def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
         wire=max((one.wire for one in parts), default=0.0),
         bounced=sum(one.bounced for one in parts),
         predicted=max((one.predicted for one in parts), default=0.0),
+        credit=max((one.credit for one in parts), default=0.0),
+        gather=max((one.gather for one in parts), default=0.0),
+        scatter=max((one.scatter for one in parts), default=0.0),
+        why="; ".join(sorted({one.why for one in parts if one.why})[:_WHYS]),
     )

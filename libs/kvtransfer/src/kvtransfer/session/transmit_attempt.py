@@ -197,6 +197,7 @@ def write_orders(
             destinations=tuple(blocks for blocks in request.destinations if blocks.rank in targets),
             receive=request.receive,
             window=None if whole else TokenRange(begin, end),
+            step=chunk.step,
         )
         orders.append((src, order))
     return orders

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvtransfer.bounce.policy import BouncePolicy
     from kvtransfer.page_table import PageTable
     from kvtransfer.rank_info import RankInfo, Topology
+    from kvtransfer.transceiver.layer_progress import LayerProgress
     from kvtransfer.transceiver.probing import ProbePolicy
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ class AgentThread:
         clock: Callable[[], float] = time.monotonic,
         probing: ProbePolicy | None = None,
         bouncing: BouncePolicy | None = None,
+        layers: LayerProgress | None = None,
     ) -> None:
-        self._probing, self._bouncing = probing, bouncing
+        self._probing, self._bouncing, self._layers = probing, bouncing, layers
         self._sock, self._frames = sock, FrameSocket(sock)
         self._make_agent, self._geometry = make_agent, (page_table, rank, topology)
         self._on_exit, self._clock = on_exit, clock
@@ -126,6 +128,7 @@ class AgentThread:
             self._clock,
             probing=self._probing,
             bouncing=self._bouncing,
+            layers=self._layers,
         )
         transceiver.start()
         self._flush()

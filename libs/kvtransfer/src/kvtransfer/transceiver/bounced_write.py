@@ -52,13 +52,28 @@ class _Chunk:
     place: int = -1
     copy: Copy | None = None
     handle: WriteHandle | None = None
+    # When the copy began.
+    began: float = 0.0
+    gathered: bool = False
+
+
+@dataclass(slots=True)
+class Stages:
+    """Seconds of all chunks together. `credit`: nothing could go on because room at the peer was waited for; `first`
+    of it: until the first chunk had room. `post`: inside the post calls, which may write on the spot."""
+
+    credit: float = 0.0
+    first: float = 0.0
+    gather: float = 0.0
+    post: float = 0.0
 
 
 class BouncedWrite:
     """Not thread-safe; looks like a `PiecedWrite`. `direct`: runs of the same order that are written as they are.
 
     `speak` comes first. `ask_room(name, nbytes)` and `free_room(name)`: the send arena, answered by `place`.
-    `number()`: the rank's own count of chunks.
+    `number()`: the rank's own count of chunks. `clock` in seconds, monotonic.
+    `ready()`: False while the source is still being computed.
     """
 
     def __init__(
@@ -72,10 +87,12 @@ class BouncedWrite:
         ask_room: Callable[[ChunkName, int], None],
         free_room: Callable[[ChunkName], None],
         number: Callable[[], int],
+        clock: Callable[[], float],
         direct: PiecedWrite | None = None,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._agent, self._copier, self._packed, self._route = agent, copier, packed, route
-        self._depth, self._direct = depth, direct
+        self._depth, self._direct, self._clock, self._ready = depth, direct, clock, ready
         self._ask_room, self._free_room, self._number = ask_room, free_room, number
         self._say: Callable[[ChunkReady | BounceChunk], None] | None = None
         parts = max(1, -(-packed.nbytes // chunk_bytes))
@@ -83,7 +100,9 @@ class BouncedWrite:
         self._rest = deque(pairwise(cuts))
         self._asked: dict[ChunkName, tuple[int, int]] = {}
         self._under_way: dict[ChunkName, _Chunk] = {}
-        self.chunks = 0
+        # Since when nothing goes on for want of room; None while something does.
+        self._stalled: float | None = None
+        self.chunks, self.stages = 0, Stages()
         self._failure, self._peer_lost = "", False
 
     def speak(self, say: Callable[[ChunkReady | BounceChunk], None]) -> None:
@@ -113,8 +132,12 @@ class BouncedWrite:
         if asked is None:
             return
         if grant.nbytes <= 0:
-            self._drop("the peer gives no room for chunks: the stream to it ended")
+            self._drop("the peer gives no room for chunks: its receive is over")
             return
+        if self._stalled is not None:
+            self.stages.credit += self._clock() - self._stalled
+            self.stages.first = self.stages.first or self.stages.credit
+            self._stalled = None
         begin, end = asked[0], min(asked[1], asked[0] + grant.nbytes)
         self._again(end, asked[1])
         self._under_way[grant.name] = _Chunk(grant.name, begin, end, grant.offset)
@@ -129,8 +152,10 @@ class BouncedWrite:
         end = min(chunk.end, chunk.begin + nbytes)
         self._again(end, chunk.end)
         chunk.end, chunk.place = end, self._route.send + offset
+        chunk.began = self._clock()
         with nvtx.span("kv.gather"):
             chunk.copy = self._copier.gather(self._packed, chunk.begin, end, chunk.place)
+        self._copied(chunk, chunk.copy)
 
     def look(self) -> WriteStatus:
         """Makes progress, posts at most one chunk. DONE: every byte has arrived in the arena and has been told. FAILED:
@@ -140,12 +165,14 @@ class BouncedWrite:
         for chunk in tuple(self._under_way.values()):
             if chunk.handle is not None:
                 self._look_at(chunk, chunk.handle)
-            elif chunk.copy is not None and chunk.copy.done():
+            elif chunk.copy is not None and self._copied(chunk, chunk.copy):
                 if self._failure:
                     self._end(chunk)
                 elif not posted:
                     self._post(chunk)
                     posted = True
+        if self._asked and not self._under_way and self._stalled is None:
+            self._stalled = self._clock()
         beside = self._look_beside()
         if self._under_way or self._asked or self._rest or beside.state is WriteState.IN_FLIGHT:
             return WriteStatus(WriteState.IN_FLIGHT)
@@ -153,11 +180,18 @@ class BouncedWrite:
             return WriteStatus(WriteState.FAILED, self._failure, self._peer_lost)
         return beside
 
+    def _copied(self, chunk: _Chunk, copy: Copy) -> bool:
+        """True when the chunk is gathered."""
+        if not chunk.gathered and copy.done():
+            chunk.gathered = True
+            self.stages.gather += self._clock() - chunk.began
+        return chunk.gathered
+
     def _look_beside(self) -> WriteStatus:
         direct = self._direct
         if direct is None:
             return WriteStatus(WriteState.DONE)
-        if direct.can_post:
+        if direct.can_post and self._ready():
             try:
                 direct.post()
             except AgentError as error:
@@ -169,6 +203,8 @@ class BouncedWrite:
         return status
 
     def _ask(self) -> None:
+        if not self._ready():
+            return
         while self._say is not None and self._rest and len(self._asked) + len(self._under_way) < self._depth:
             begin, end = self._rest.popleft()
             route = self._route
@@ -183,12 +219,15 @@ class BouncedWrite:
     def _post(self, chunk: _Chunk) -> None:
         size = np.array([chunk.end - chunk.begin], np.int64)
         source, target = np.array([chunk.place], np.int64), np.array([self._route.arena + chunk.offset], np.int64)
+        began = self._clock()
         try:
-            chunk.handle = self._agent.submit(RegionPairs(source, target, size), self._route.remote)
+            with nvtx.span("kv.post"):
+                chunk.handle = self._agent.submit(RegionPairs(source, target, size), self._route.remote)
         except AgentError as error:
             self._peer_lost |= isinstance(error, PeerLost)
             self._drop(str(error))
             self._end(chunk)
+        self.stages.post += self._clock() - began
 
     def _look_at(self, chunk: _Chunk, handle: WriteHandle) -> None:
         status = self._agent.poll(handle)

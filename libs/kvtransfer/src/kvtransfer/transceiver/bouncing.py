@@ -40,13 +40,16 @@ _KEPT = 64
 class _Scatter:
     order: ScatterOrder
     copy: Copy
+    began: float
 
 
 class Bouncing:
     """Not thread-safe: called from the thread that owns the agent. `emit` must not wait."""
 
-    def __init__(self, policy: BouncePolicy, rank: int, emit: Callable[[RankToHub], None]) -> None:
-        self.policy, self._rank, self._emit = policy, rank, emit
+    def __init__(
+        self, policy: BouncePolicy, rank: int, emit: Callable[[RankToHub], None], clock: Callable[[], float]
+    ) -> None:
+        self.policy, self._rank, self._emit, self._clock = policy, rank, emit, clock
         send = policy.send
         self._room: Credits[PeerId, ChunkName] | None = (
             None if send is None else Credits(send.size_bytes, policy.unit_bytes, policy.max_peers)
@@ -135,9 +138,10 @@ class Bouncing:
         except PlanError as error:
             self._emit(Scattered(chunk.name, str(error)))
             return
+        began = self._clock()
         with nvtx.span("kv.scatter"):
             copy = self.policy.copier.scatter(packed, chunk.begin, chunk.end, arena.base_address + chunk.offset)
-        self._scatters.append(_Scatter(order, copy))
+        self._scatters.append(_Scatter(order, copy, began))
 
     def _packed_of(self, order: ScatterOrder) -> Packed:
         name, peer = order.chunk.name, (order.instance_id, order.incarnation)
@@ -170,5 +174,5 @@ class Bouncing:
         for one in tuple(self._scatters):
             if one.copy.done():
                 self._scatters.remove(one)
-                self._emit(Scattered(one.order.chunk.name))
+                self._emit(Scattered(one.order.chunk.name, seconds=self._clock() - one.began))
         return bool(self._scatters)

@@ -6,6 +6,7 @@ order ─▶ what every layer group moves ─▶ cost of either way ─▶ Piece
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,16 +15,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvtransfer import nvtx, packing
+from kvtransfer.cost.book import Staged
 from kvtransfer.cost.model import Shape, direct_s
 from kvtransfer.cost.policies import Decision, decide
 from kvtransfer.peer_plan import MANY_FRAGMENTS, PeerPlan
 from kvtransfer.regions import RegionPairs
 from kvtransfer.transceiver.bounced_write import BouncedWrite, Route
+from kvtransfer.transceiver.layer_progress import LayerProgress
+from kvtransfer.transceiver.layered_write import LayeredWrite, layer_slices
 from kvtransfer.transceiver.orders import begins, block_lists, chunk_of
 from kvtransfer.transceiver.pieced_write import PiecedWrite
 
 if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
+    from kvtransfer.cost.book import CostBook
     from kvtransfer.packed import Packed
     from kvtransfer.ports import WriteOrder
     from kvtransfer.rank_info import RankInfo
@@ -32,26 +37,54 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# More than any model has: everything of a step.
+ALL_LAYERS = 1 << 31
+
 
 @dataclass(slots=True, eq=False)
 class Chosen:
-    """A write that is ready to begin. `predicted`: seconds until it is over."""
+    """A write that is ready to begin. `predicted`: seconds until it is over. `shape` of what goes one way; None when
+    some goes either way, or the model is waited for: nothing is learnt then. `chunk_bytes`: 0 when nothing goes
+    through chunks."""
 
-    write: PiecedWrite | BouncedWrite
+    write: PiecedWrite | BouncedWrite | LayeredWrite
     nbytes: int
     descriptors: int
     bounced: int
     path: str
     predicted: float
     why: str
+    shape: Shape | None
+    chunk_bytes: int = 0
+
+    def learn(self, book: CostBook, took: float) -> None:
+        """It had the agent for itself, and was over after `took` seconds."""
+        if self.shape is None:
+            return
+        if isinstance(self.write, BouncedWrite):
+            stages = self.write.stages
+            seen = Staged(took, stages.gather, stages.first, self.chunk_bytes, self.write.chunks)
+            book.staged(self.path, self.shape, seen)
+        else:
+            book.wrote(self.path, self.shape, took)
 
 
 class Chooser:
     """Of one rank. Raises what planning raises: PlanError, AgentError."""
 
-    def __init__(self, agent: Agent, rank: int, piece_bytes: int, bouncing: Bouncing) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        rank: int,
+        piece_bytes: int,
+        bouncing: Bouncing,
+        clock: Callable[[], float],
+        layers: LayerProgress | None = None,
+    ) -> None:
         self._agent, self._rank, self._piece_bytes, self._bouncing = agent, rank, piece_bytes, bouncing
+        self._clock, self._layers = clock, layers or LayerProgress()
         self._singles: WeakKeyDictionary[PeerPlan, tuple[PeerPlan, ...]] = WeakKeyDictionary()
+        self._sliced: WeakKeyDictionary[PeerPlan, tuple[tuple[int, PeerPlan], ...]] = WeakKeyDictionary()
 
     def choose(self, order: WriteOrder, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> Chosen:
         """The write of `order` to one rank."""
@@ -71,27 +104,53 @@ class Chooser:
         whole, path = resolve(plan), self._agent.path(remote.agent.name)
         blocks = sum(int((ids >= 0).sum()) for ids in dst.values())
         parts, bounces = [(plan, whole)], list[tuple[PeerPlan, "Transfer"]]()
-        if may_bounce and remote.arena is not None and self._bouncing.policy.send is not None and whole.nbytes:
+        why = self._why_never(remote, may_bounce=may_bounce)
+        if not why and whole.nbytes:
             if len(plan.groups) > 1:
                 parts = [(one, resolve(one)) for one in self._one_by_one(plan)]
-            bounces = [one for one in parts if self._decide(path, [one[1]], blocks, remote).bounce]
+            decided = [self._decide(path, [one], blocks, remote) for _, one in parts]
+            bounces = [one for one, how in zip(parts, decided, strict=True) if how.bounce]
+            why = decided[0].why
         if bounces:
             groups = frozenset(one.groups[0].dst.number for one, _ in bounces)
             packed = packing.pack_source(plan, src, dst, chunk, src_begins=held, dst_begins=wanted, groups=groups)
+            why = "tokens are not made of whole bytes"
             if self._bouncing.policy.copier.can(packed):
                 beside = [part for one, part in parts if one.groups[0].dst.number not in groups]
-                decision = self._decide(path, [part for _, part in bounces], blocks, remote)
-                return self._bounced(order, remote, path, packed, tuple(sorted(groups)), beside, decision)
-        return self._direct(remote, path, whole, blocks)
+                moved = [part for _, part in bounces]
+                decision = self._decide(path, moved, blocks, remote)
+                return self._bounced(order, remote, path, packed, moved, beside, decision, tuple(sorted(groups)))
+        if order.step and not self._layers.reached(order.step, ALL_LAYERS):
+            parts = [(end, resolve(part)) for end, part in self._slices(plan)]
+            return self._layered(order, remote, path, parts, why)
+        return self._direct(remote, path, whole, blocks, why)
 
-    def _direct(self, remote: RankInfo, path: str, whole: Transfer, blocks: int) -> Chosen:
+    def _layered(
+        self, order: WriteOrder, remote: RankInfo, path: str, parts: list[tuple[int, Transfer]], why: str
+    ) -> Chosen:
+        pairs = [(end, part.pairs()) for end, part in parts]
+        writes = [(end, PiecedWrite(self._agent, remote.agent.name, one, self._piece_bytes)) for end, one in pairs]
+        write = LayeredWrite(writes, partial(self._layers.reached, order.step))
+        nbytes, count = sum(one.nbytes for _, one in pairs), sum(len(one) for _, one in pairs)
+        # What it takes says more about the model than about the path: nothing is predicted or learnt.
+        return Chosen(write, nbytes, count, 0, path, 0.0, f"layer by layer: {why}", None)
+
+    def _why_never(self, remote: RankInfo, *, may_bounce: bool) -> str:
+        """Why nothing can go through chunks; empty when it can."""
+        if self._bouncing.policy.send is None:
+            return "this rank has no arena"
+        if remote.arena is None:
+            return f"rank {remote.rank} of the peer has no arena"
+        return "" if may_bounce else "one of the two sides does not know this packing"
+
+    def _direct(self, remote: RankInfo, path: str, whole: Transfer, blocks: int, why: str) -> Chosen:
         pairs = whole.pairs()
         shape = Shape(whole.nbytes, len(pairs), len(pairs), blocks)
         predicted = direct_s(self._bouncing.policy.book.cost(path), shape) if len(pairs) else 0.0
         if len(pairs) > MANY_FRAGMENTS:
             log.warning("transfer in very many fragments", extra={"fragments": len(pairs), "bytes": whole.nbytes})
         write = PiecedWrite(self._agent, remote.agent.name, pairs, self._piece_bytes)
-        return Chosen(write, whole.nbytes, len(pairs), 0, path, predicted, "direct")
+        return Chosen(write, whole.nbytes, len(pairs), 0, path, predicted, f"direct: {why}", shape)
 
     def _bounced(
         self,
@@ -99,9 +158,10 @@ class Chooser:
         remote: RankInfo,
         path: str,
         packed: Packed,
-        groups: tuple[int, ...],
+        moved: list[Transfer],
         beside: list[Transfer],
         decision: Decision,
+        groups: tuple[int, ...],
     ) -> Chosen:
         bouncing, policy = self._bouncing, self._bouncing.policy
         if policy.send is None or remote.arena is None:
@@ -131,11 +191,18 @@ class Chooser:
             ask_room=partial(bouncing.ask_room, peer),
             free_room=bouncing.free_room,
             number=bouncing.number,
+            clock=self._clock,
             direct=direct,
+            ready=partial(self._layers.reached, order.step, ALL_LAYERS),
         )
         write.speak(bouncing.say(peer, write))
+        why = f"bounced: {decision.why}"
         count = -(-packed.nbytes // decision.chunk_bytes) + len(pairs)
-        return Chosen(write, packed.nbytes + pairs.nbytes, count, packed.nbytes, path, decision.predicted, decision.why)
+        fragments = sum(one.fragments for one in moved)
+        waits = not self._layers.reached(order.step, ALL_LAYERS)
+        shape = None if direct is not None or waits else Shape(packed.nbytes, fragments, fragments, 0)
+        nbytes, predicted = packed.nbytes + pairs.nbytes, decision.predicted
+        return Chosen(write, nbytes, count, packed.nbytes, path, predicted, why, shape, decision.chunk_bytes)
 
     def _decide(self, path: str, parts: list[Transfer], blocks: int, remote: RankInfo) -> Decision:
         policy = self._bouncing.policy
@@ -144,6 +211,12 @@ class Chooser:
         nbytes, fragments = sum(one.nbytes for one in parts), sum(one.fragments for one in parts)
         shape = Shape(nbytes, fragments, fragments, blocks)
         return decide(policy.staging, policy.book.cost(path), shape, policy.limits(remote.arena))
+
+    def _slices(self, plan: PeerPlan) -> tuple[tuple[int, PeerPlan], ...]:
+        slices = self._sliced.get(plan)
+        if slices is None:
+            slices = self._sliced[plan] = layer_slices(plan)
+        return slices
 
     def _one_by_one(self, plan: PeerPlan) -> tuple[PeerPlan, ...]:
         """The plan's layer groups as plans of their own."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtransfer import nvtx
 from kvtransfer.agents.base import WriteState, WriteStatus
 from kvtransfer.errors import AgentError, PeerLost
 from kvtransfer.regions import RegionPairs
@@ -42,7 +43,8 @@ class PiecedWrite:
         """Posts the next piece. Raises AgentError when nothing of it was posted: the rest is dropped then."""
         piece = self._rest.popleft()
         try:
-            self._in_flight.append(self._agent.submit(piece, self._remote))
+            with nvtx.span("kv.post"):
+                self._in_flight.append(self._agent.submit(piece, self._remote))
         except AgentError as error:
             self._drop(str(error))
             self._peer_lost |= isinstance(error, PeerLost)

@@ -49,6 +49,15 @@ class HandoffPolicy:
     timeout_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DisaggregatedParams:
+    """How this build hands off, for the engine's own description of itself."""
+
+    schedules: tuple[str, ...] = ("context_first", "generation_first")
+    pipeline_transfer: bool = True
+    transfer_buffer: bool = False
+
+
 @dataclass(slots=True)
 class _Tried:
     failures: list[str] = field(default_factory=list[str])

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kvtransfer.peer_plan import PeerPlan
     from kvtransfer.ports import RequestKey
     from kvtransfer.rank_info import InstanceInfo, Topology
+    from kvtransfer.transceiver.layer_progress import LayerProgress
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class RankTransceiver:
 
     `emit` takes events in order and must not wait. `clock` in seconds, monotonic. Writes are posted in pieces of at
     most `piece_bytes`. `probing`: when the way to a peer is measured; without it never, and peers can not either.
-    `bouncing`: arenas and who decides; without it everything is written directly.
+    `bouncing`: arenas and who decides; without it everything is written directly. `layers`: of the model beside it.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class RankTransceiver:
         piece_bytes: int = PIECE_BYTES,
         probing: ProbePolicy | None = None,
         bouncing: BouncePolicy | None = None,
+        layers: LayerProgress | None = None,
     ) -> None:
-        self._bouncing = Bouncing(bouncing or BouncePolicy(), rank, emit)
-        self._chooser = Chooser(agent, rank, piece_bytes, self._bouncing)
+        self._bouncing = Bouncing(bouncing or BouncePolicy(), rank, emit, clock)
+        self._chooser = Chooser(agent, rank, piece_bytes, self._bouncing, clock, layers)
         self._probing = probing or ProbePolicy()
         self._probes = Probes(agent, rank, self._probing.scratch, clock)
         self._page_table, self._rank, self._topology = page_table, rank, topology
@@ -291,10 +293,11 @@ class RankTransceiver:
             post=self._clock() - planned,
             bounced=chosen.bounced,
             predicted=chosen.predicted,
+            why=chosen.why,
         )
         if chosen.nbytes:
             alone = not self._open and not self._queue
-            self._open.append(Open(order, peer, plan, chosen.write, stats, planned, alone))
+            self._open.append(Open(order, peer, plan, chosen, stats, planned, alone))
         else:
             self._notify(order, plan, WriterOutcome.DELIVERED, stats)
 
@@ -316,10 +319,10 @@ class RankTransceiver:
         stats = write.stats._replace(bytes=write.stats.bytes if done else 0, wire=wire)
         if isinstance(write.write, BouncedWrite):
             self._bouncing.over(write.write)
-            chunks = write.write.chunks
+            chunks, took = write.write.chunks, write.write.stages
+            stats = stats._replace(credit=took.credit, gather=took.gather, post=stats.post + took.post)
         if done and write.alone and not self._open and not self._queue:
-            book, bounced = self._bouncing.policy.book, stats.bounced > 0
-            book.observed(stats.path, bounced=bounced, predicted=stats.predicted, took=wire)
+            write.chosen.learn(self._bouncing.policy.book, wire)
         outcome = WriterOutcome.DELIVERED if done else WriterOutcome.QUIESCED
         self._notify(write.order, write.plan, outcome, stats, status.reason, chunks)
         write.peer.lost |= status.peer_lost

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from kvtransfer.ports import TransferStats, WriteOrder
     from kvtransfer.rank_info import InstanceInfo
     from kvtransfer.transceiver.bounced_write import BouncedWrite
+    from kvtransfer.transceiver.choosing import Chosen
+    from kvtransfer.transceiver.layered_write import LayeredWrite
     from kvtransfer.transceiver.pieced_write import PiecedWrite
 
 PeerId = tuple[str, bytes]
@@ -46,8 +48,13 @@ class Open:
     order: WriteOrder
     peer: Peer
     plan: PeerPlan
-    write: PiecedWrite | BouncedWrite
+    chosen: Chosen
     stats: TransferStats
     posted: float
     # It has had the agent for itself: what it takes says something about the path.
     alone: bool
+
+    @property
+    def write(self) -> PiecedWrite | BouncedWrite | LayeredWrite:
+        """What posts it."""
+        return self.chosen.write

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvtransfer.config import OnFailure
 from kvtransfer.errors import TransferStateError
 from kvtransfer.ports import (
     BindContext,
@@ -35,22 +36,13 @@ from kvtransfer.ports import (
 )
 from kvtransfer.transceiver.deadlines import Deadlines
 from kvtransfer.transceiver.inbox import Inbox
-from kvtransfer.transceiver.policy import HandoffPolicy, Next, Receives
+from kvtransfer.transceiver.policy import DisaggregatedParams, HandoffPolicy, Next, Receives
 
 if TYPE_CHECKING:
     from kvtransfer.ports import HubToScheduler, RankBlocks, ReceiveRequest, RequestKey, SchedulerPort, TokenRange
 
 # Complete receives that `commit_blocks_for_reuse` still knows; one that is forgotten only loses a chance of reuse.
 _MAX_COMPLETE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class DisaggregatedParams:
-    """How this build hands off, for the engine's own description of itself."""
-
-    schedules: tuple[str, ...] = ("context_first", "generation_first")
-    pipeline_transfer: bool = True
-    transfer_buffer: bool = False
 
 
 @dataclass(slots=True)
@@ -155,6 +147,7 @@ class SchedulerTransceiver:
         *,
         is_last: bool = True,
         dp_rank: int = 0,
+        step: int = 0,
     ) -> None:
         """Offers the pages of a prefill on attention-dp group `dp_rank` (blocks from token 0, every kernel that writes
         them has finished) and returns at once: all of them, or the chunk `tokens` when `is_last` is False or earlier
@@ -162,7 +155,7 @@ class SchedulerTransceiver:
         open_offer = self._sends.get(key)
         blocks = max((len(one.blocks) for one in sources), default=0)
         if open_offer is not None and open_offer.more:
-            self._port.send(SendOffer(key, tokens, tuple(sources), open_offer.chunks, not is_last, dp_rank))
+            self._port.send(SendOffer(key, tokens, tuple(sources), open_offer.chunks, not is_last, dp_rank, step))
             open_offer.chunks += 1
             open_offer.more, open_offer.blocks = not is_last, max(blocks, open_offer.blocks)
             return
@@ -282,6 +275,11 @@ class SchedulerTransceiver:
         step = self._tried.give_up(key)
         self.cancel_request(key)
         return step
+
+    @property
+    def recomputes(self) -> bool:
+        """True when a prompt whose cache does not come is computed here."""
+        return self._policy.on_failure is OnFailure.RECOMPUTE
 
     def failures(self, key: RequestKey) -> tuple[str, ...]:
         """Why receives of a key have failed so far, for its report; ask before the last `next_step`."""

@@ -17,7 +17,7 @@ from isthmus.v1 import transfer_blocks_pb2
 
 from kvtransfer.errors import WireError
 from kvtransfer.ports import RankBlocks
-from kvtransfer.wire._columns import columns_from_bytes, columns_to_bytes
+from kvtransfer.wire._columns import columns_from_bytes, is_same, joined_columns, named_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +39,7 @@ def write_block_lists(lists: Iterable[RankBlocks], into: transfer_blocks_pb2.Blo
     ranks, groups, ids, begins = zip(*lists, strict=True)
     lengths = [len(one) for one in ids]
     into.count = len(lists)
-    into.le_uint32 = columns_to_bytes("I", len(lists) * _COLUMNS, (*ranks, *groups, *begins, *lengths))
+    into.le_uint32 = joined_columns("I", (ranks, groups, begins, lengths))
     joined = ids[0] if len(ids) == 1 else np.concatenate(ids)
     into.le_int32 = joined.astype(_I32, copy=False).tobytes()
 
@@ -71,6 +71,8 @@ def block_lists_from_pb(pb: transfer_blocks_pb2.BlockLists, field: str) -> tuple
     ids = np.frombuffer(data, _I32)
     if len(set(zip(ranks, groups, strict=True))) != count:
         raise WireError(field, "names a (rank, layer group) twice")
-    ends = list(accumulate(lengths))
-    parts = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    return tuple(map(RankBlocks, ranks, groups, parts, begins))
+    if is_same(lengths):
+        parts = list(ids.reshape(count, lengths[0]))
+    else:
+        parts = [ids[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    return tuple(named_rows(RankBlocks, (ranks, groups, parts, begins)))

@@ -27,6 +27,7 @@ from kvtransfer.wire.common import (
 )
 from kvtransfer.wire.geometry import instance_info_from_pb, instance_info_to_pb
 from kvtransfer.wire.page_tables import MAX_NAME
+from kvtransfer.wire.stages import MAX_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,12 +161,16 @@ def scatter_order_from_pb(pb: transfer_bounce_ipc_pb2.ScatterOrder) -> ScatterOr
 def scattered_to_pb(scattered: Scattered) -> transfer_bounce_ipc_pb2.Scattered:
     """Rank to hub."""
     problem = scattered.problem[:MAX_REASON_SENT]
-    return transfer_bounce_ipc_pb2.Scattered(name=_name_to_pb(scattered.name), problem=problem)
+    return transfer_bounce_ipc_pb2.Scattered(
+        name=_name_to_pb(scattered.name), problem=problem, seconds=scattered.seconds
+    )
 
 
 def scattered_from_pb(pb: transfer_bounce_ipc_pb2.Scattered) -> Scattered:
     """Raises WireError naming the field."""
-    return Scattered(_name_from_pb(pb, "scattered"), text(pb.problem, "scattered.problem"))
+    if not 0 <= pb.seconds < MAX_SECONDS:
+        raise WireError("scattered.seconds", f"{pb.seconds} s is not a duration from 0 on")
+    return Scattered(_name_from_pb(pb, "scattered"), text(pb.problem, "scattered.problem"), pb.seconds)
 
 
 READERS = cast(

@@ -10,29 +10,29 @@ texts        what `path` and `reason` count from 1 on; 0 is no text
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from struct import Struct, unpack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from isthmus.v1 import transfer_pb2
 
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from kvtransfer.errors import WireError
 from kvtransfer.ports import Extent, RequestKey, TokenRange, TransferNotice, TransferStats, WriterOutcome
-from kvtransfer.wire._columns import columns_from_bytes, columns_to_bytes
+from kvtransfer.wire._columns import columns_from_bytes, columns_to_bytes, is_same, joined_columns, mapped, named_rows
 from kvtransfer.wire._read import MAX_REASON_SENT, limited, text
+from kvtransfer.wire.stages import MAX_SECONDS, read_stages, write_stages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_NOTICES = 1 << 16
 MAX_EXTENTS = 1 << 17
-# Longer than any transfer that anybody waits for.
-_MAX_SECONDS = 1e9
 
 # Extents of a notice that is read at the first glance.
 _FEW = 64
 _FIVE_LARGE, _NINE_SMALL, _FIVE_TIMES, _SIX_SMALL = Struct("<5Q"), Struct("<9I"), Struct("<5d"), Struct("<6I")
+_NO_STAGES = TransferStats()[9:]
 _OUTCOMES = {one.value: one for one in WriterOutcome}
 _NUMBERS = {one: one.value for one in WriterOutcome}
 
@@ -48,28 +48,27 @@ def write_notices(notices: Sequence[TransferNotice], into: transfer_pb2.Transfer
     if not count:
         return
     keys, src, dst, outcomes, extents, reasons, stats, not_held, receives, chunks = zip(*notices, strict=True)
-    size, descriptors, paths, queue, plan, post, wire, bounced, predicted = zip(*stats, strict=True)
-    ids = [key.request_id for key in keys]
+    size, descriptors, paths, queue, plan, post, wire, bounced, predicted, *stages, whys = zip(*stats, strict=True)
+    ids, attempts = zip(*keys, strict=True)
     if min(ids) < MIN_GLOBAL_ID or max(ids) >= MAX_GLOBAL_ID:
         raise ValueError(f"a request id of {sorted(set(ids))} is not in [2^40, 2^63): local ids never travel")
     texts: dict[str, int] = {"": 0}
-    path_numbers = [texts.setdefault(one, len(texts)) for one in paths]
-    reason_numbers = [texts.setdefault(one[:MAX_REASON_SENT], len(texts)) for one in reasons]
+    path_numbers = mapped(lambda one: texts.setdefault(one, len(texts)), paths)
+    reason_numbers = mapped(lambda one: texts.setdefault(one[:MAX_REASON_SENT], len(texts)), reasons)
     into.count = count
-    into.le_uint64 = columns_to_bytes("Q", 5 * count, (*ids, *receives, *size, *descriptors, *bounced))
-    small: list[Any] = [key.attempt for key in keys]
-    for column in (src, dst, map(_NUMBERS.__getitem__, outcomes), not_held, chunks, map(len, extents)):
-        small += column
-    small += path_numbers
-    small += reason_numbers
-    into.le_uint32 = columns_to_bytes("I", 9 * count, small)
-    times = (*queue, *plan, *post, *wire, *predicted)
-    if min(times) < 0:
-        raise ValueError(f"duration of {min(times)} s is negative")
-    into.le_float64 = columns_to_bytes("d", 5 * count, times)
-    every = [extent for some in extents for extent in some]
-    into.extents = columns_to_bytes("I", 6 * len(every), _extent_columns(every))
+    into.le_uint64 = joined_columns("Q", (ids, receives, size, descriptors, bounced))
+    numbers, counts = mapped(_NUMBERS.__getitem__, outcomes), mapped(len, extents)
+    small = (attempts, src, dst, numbers, not_held, chunks, counts, path_numbers, reason_numbers)
+    into.le_uint32 = joined_columns("I", small)
+    times = (queue, plan, post, wire, predicted)
+    if min(map(min, times)) < 0:
+        raise ValueError(f"duration of {min(map(min, times))} s is negative")
+    into.le_float64 = joined_columns("d", times)
+    every = list(chain.from_iterable(extents))
+    if every:
+        into.extents = _extents_to_bytes(every)
     into.texts.extend(list(texts)[1:])
+    write_stages(stages, whys, into)
 
 
 def notices_to_pb(notices: Sequence[TransferNotice]) -> transfer_pb2.TransferNotices:
@@ -96,35 +95,36 @@ def notices_from_pb(pb: transfer_pb2.TransferNotices, field: str = "transfer_not
     _check_ids(ids, field)
     _check_times(times, field)
     texts = _texts(pb, max(*paths, *reasons), field)
-    known = [_OUTCOMES.get(value) for value in outcomes]
+    known = mapped(_OUTCOMES.get, outcomes)
     if None in known:
         raise WireError(f"{field}.outcome", f"unknown value {outcomes[known.index(None)]}")
     if any(not_held):
         _check_not_held(not_held, known, field)
     queue, plan, post, wire, predicted = times
-    named: list[str] = [texts[number] for number in paths]
-    stats = map(TransferStats, size, descriptors, named, queue, plan, post, wire, bounced, predicted)
-    return tuple(
-        map(
-            TransferNotice,
-            map(RequestKey, ids, attempts),
-            src,
-            dst,
-            known,  # pyright: ignore[reportArgumentType]  # None has been refused
-            _extents(pb.extents, extents, f"{field}.extents"),
-            [texts[number] for number in reasons],
-            stats,
-            map(bool, not_held),
-            receives,
-            chunks,
-        )
+    named = mapped(texts.__getitem__, paths)
+    stages = [repeat(value, count) for value in _NO_STAGES]
+    columns = (size, descriptors, named, queue, plan, post, wire, bounced, predicted, *stages)
+    stats = named_rows(TransferStats, columns)
+    keys = [RequestKey(ids[0], attempts[0])] * count if is_same(ids) and is_same(attempts) else None
+    notices = (
+        keys or named_rows(RequestKey, (ids, attempts)),
+        src,
+        dst,
+        known,
+        _extents(pb.extents, extents, f"{field}.extents"),
+        mapped(texts.__getitem__, reasons),
+        read_stages(stats, pb, field),
+        mapped(bool, not_held),
+        receives,
+        chunks,
     )
+    return tuple(named_rows(TransferNotice, notices))
 
 
 def _write_one(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> None:
     """All that an instance of one rank ever says: a third of the cost of columns."""
     (request_id, attempt), src, dst, outcome, extents, reason, stats, not_held, receive, chunks = notice
-    size, descriptors, path, queue, plan, post, wire, bounced, predicted = stats
+    size, descriptors, path, queue, plan, post, wire, bounced, predicted = stats[:9]
     if not MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID:
         raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
     if queue < 0 or plan < 0 or post < 0 or wire < 0 or predicted < 0:
@@ -136,10 +136,14 @@ def _write_one(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> No
     small = (attempt, src, dst, outcome.value, not_held, chunks, len(extents), path_number, reason_number)
     into.le_uint32 = columns_to_bytes("I", 9, small)
     into.le_float64 = columns_to_bytes("d", 5, (queue, plan, post, wire, predicted))
-    if extents:
-        into.extents = columns_to_bytes("I", 6 * len(extents), _extent_columns(extents))
+    if len(extents) == 1:
+        into.extents = _extent_to_bytes(extents[0])
+    elif extents:
+        into.extents = _extents_to_bytes(extents)
     if texts:
         into.texts.extend(texts)
+    if stats.bounced or stats.why:
+        write_stages(((stats.credit,), (stats.gather,), (stats.scatter,)), (stats.why,), into)
 
 
 def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
@@ -159,14 +163,14 @@ def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
     texts: list[str] = list(pb.texts)
     count = len(texts)
     fits = queue >= 0 and plan >= 0 and post >= 0 and wire >= 0 and predicted >= 0
-    fits = (
-        fits and queue + plan + post + wire + predicted < _MAX_SECONDS and MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID
-    )
+    fits = fits and queue + plan + post + wire + predicted < MAX_SECONDS and MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID
     if not fits or outcome is None or None in places or not_held or max(path, reason) > count:
         return None
     named = text(texts[path - 1], "transfer_notices.texts") if path else ""
     why = text(texts[reason - 1], "transfer_notices.texts") if reason else ""
     stats = TransferStats(size, descriptors, named, queue, plan, post, wire, bounced, predicted)
+    if pb.le_stages or pb.le_whys:
+        (stats,) = read_stages((stats,), pb, "transfer_notices")
     key = RequestKey(request_id, attempt)
     delivered = cast("tuple[Extent, ...]", places)
     return TransferNotice(key, src, dst, outcome, delivered, why, stats, False, receive, chunks)
@@ -177,14 +181,20 @@ def _read_few(data: bytes, count: int) -> tuple[Extent | None, ...]:
     return tuple(_extent(*numbers[at::count]) for at in range(count))
 
 
-def _extent_columns(extents: Sequence[Extent]) -> list[int]:
-    values = [one.layer_group for one in extents]
-    values += [one.view for one in extents]
-    values += [one.tokens.begin for one in extents]
-    values += [one.tokens.end for one in extents]
-    values += [one.layer_begin for one in extents]
-    values += [one.layer_end for one in extents]
-    return values
+def _extent_to_bytes(one: Extent) -> bytes:
+    return _SIX_SMALL.pack(one.layer_group, one.view, one.tokens.begin, one.tokens.end, one.layer_begin, one.layer_end)
+
+
+def _extents_to_bytes(extents: Sequence[Extent]) -> bytes:
+    columns = [
+        [one.layer_group for one in extents],
+        [one.view for one in extents],
+        [one.tokens.begin for one in extents],
+        [one.tokens.end for one in extents],
+        [one.layer_begin for one in extents],
+        [one.layer_end for one in extents],
+    ]
+    return joined_columns("I", columns)
 
 
 def _extents(data: bytes, counts: Sequence[int], field: str) -> list[tuple[Extent, ...]]:
@@ -193,10 +203,29 @@ def _extents(data: bytes, counts: Sequence[int], field: str) -> list[tuple[Exten
     if total > MAX_EXTENTS:
         raise WireError(field, f"{total} extents, at most {MAX_EXTENTS} are accepted")
     columns = columns_from_bytes("I", data, total, 6, field)
-    read = tuple(map(_extent, *columns))
+    if total and all(map(is_same, columns)):
+        read = (_extent(*(column[0] for column in columns)),) * total
+    else:
+        read = tuple(map(_extent, *columns))
     if None in read:
         wrong = [column[read.index(None)] for column in columns]
         raise WireError(field, f"tokens [{wrong[2]}, {wrong[3]}), layers [{wrong[4]}, {wrong[5]}) run backwards")
+    every = cast("tuple[Extent, ...]", read)
+    if total == len(counts) and is_same(counts):
+        return list(zip(every))
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
+    every = cast("tuple[Extent, ...]", read)
     every = cast("tuple[Extent, ...]", read)
     every = cast("tuple[Extent, ...]", read)
     return [every[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
@@ -220,7 +249,7 @@ def _check_ids(ids: Sequence[int], field: str) -> None:
 def _check_times(times: Sequence[Sequence[float]], field: str) -> None:
     for name, column in zip(("queue", "plan", "post", "wire", "predicted"), times, strict=True):
         # Not the other way round: nothing is true of NaN.
-        if not (min(column) >= 0 and sum(column) < _MAX_SECONDS):
+        if not (min(column) >= 0 and sum(column) < MAX_SECONDS):
             raise WireError(f"{field}.{name}", f"{list(column)[:4]} s are not durations from 0 on")
 
 

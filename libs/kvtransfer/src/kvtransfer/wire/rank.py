@@ -100,6 +100,7 @@ def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
                 destinations=block_lists_to_pb(command.destinations),
                 receive=command.receive,
                 window=None if command.window is None else tokens_to_pb(command.window),
+                step=command.step,
             )
             return transfer_ipc_pb2.RankCommand(write=write)
         case CancelWrite(key, receive):
@@ -164,6 +165,7 @@ def _write_from_pb(pb: transfer_ipc_pb2.WriteOrder) -> WriteOrder:
         destinations=block_lists_from_pb(pb.destinations, "write.destinations"),
         receive=pb.receive,
         window=tokens_from_pb(pb.window, "write.window") if pb.HasField("window") else None,
+        step=pb.step,
     )
 
 

@@ -38,6 +38,7 @@ def send_offer_to_pb(offer: SendOffer) -> transfer_ipc_pb2.SendOffer:
         chunk=offer.chunk,
         more=offer.more,
         dp_rank=offer.dp_rank,
+        step=offer.step,
     )
 
 
@@ -52,6 +53,7 @@ def send_offer_from_pb(pb: transfer_ipc_pb2.SendOffer) -> SendOffer:
         pb.chunk,
         pb.more,
         pb.dp_rank,
+        pb.step,
     )
 
 

@@ -29,11 +29,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from kvtransfer.config import OnFailure
+from kvtransfer.integrations.vllm.block_lists import rank_groups
 from kvtransfer.integrations.vllm.cache_groups import Place
 from kvtransfer.integrations.vllm.cpu_order import check_order
 from kvtransfer.integrations.vllm.fingerprint import fingerprint
+from kvtransfer.integrations.vllm.offers import PoolPins
 from kvtransfer.integrations.vllm.refusals import EngineUnsupported, check_configuration, check_version
-from kvtransfer.integrations.vllm.scheduler import ConnectorScheduler, StepNews, rank_groups
+from kvtransfer.integrations.vllm.scheduler import ConnectorScheduler, StepNews
 from kvtransfer.integrations.vllm.worker import ConnectorWorker, GroupFacts, end_process
 from kvtransfer.local.client import HUB_VARIABLE, SchedulerLink, connect
 from kvtransfer.local.messages import LocalHello, LocalScheduler
@@ -45,10 +47,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvtransfer.integrations.vllm.offers import Part
 
 
 @dataclass
@@ -60,9 +65,9 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class PackedMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how many of them have packed the blocks of which request."""
+    """Workers to scheduler: how many of them have run the step after which a part of a prompt can be read."""
 
-    counts: dict[str, int]
+    counts: dict[Part, int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PackedMetadata:
         """The sum over workers."""
@@ -96,17 +101,16 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._link: SchedulerLink | None = None
-        self._packed: dict[str, int] = {}
+        self._packed: dict[Part, int] = {}
         # On a CPU the kernels keep a block in an order that no other engine, and no other block size, can read.
         packs = self._packs = current_platform.is_cpu() and extra.get("repack", True)
         if role is KVConnectorRole.SCHEDULER:
-            packing = vllm_config.parallel_config.world_size if packs else 0
-            self._open_scheduler(vllm_config, kv_cache_config, extra.get("fingerprint"), packing)
+            self._open_scheduler(vllm_config, kv_cache_config, extra.get("fingerprint"), packs=packs)
         else:
             self._open_worker(vllm_config, packs)
 
     def _open_scheduler(
-        self, config: VllmConfig, caches: KVCacheConfig, digests: dict[str, str] | None, packing: int
+        self, config: VllmConfig, caches: KVCacheConfig, digests: dict[str, str] | None, *, packs: bool
     ) -> None:
         spec = caches.kv_cache_groups[0].kv_cache_spec
         facts = LocalScheduler(
@@ -135,7 +139,13 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = SchedulerLink(link.sock, lambda message: later[0](message), _hub_gone)
         transceiver = SchedulerTransceiver(self._link, policy=policy)
         later.append(transceiver.deliver)
-        self._scheduler = ConnectorScheduler(transceiver, link.welcome.here, prefills=prefills, packing=packing)
+        self._scheduler = ConnectorScheduler(
+            transceiver,
+            link.welcome.here,
+            prefills=prefills,
+            workers=config.parallel_config.world_size,
+            packs=packs,
+        )
         self._link.start()
 
     def _open_worker(self, config: VllmConfig, packs: bool) -> None:
@@ -168,6 +178,10 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         """Every rank's layer groups, before the first request."""
         self._side().set_groups(rank_groups({facts.rank: facts.groups for facts in metadata.values()}))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Blocks that are offered before their prompt is complete are pinned there."""
+        self._side().set_pins(PoolPins(gpu_block_pool))
+
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A hand-off brings the request's own blocks of every group."""
         return self._kv_cache_config.transfer_group_ids
@@ -182,12 +196,14 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         self._side().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata(self._side().step())
+        state = scheduler_output.kv_connector_block_state
+        block_ids = (lambda _: None) if state is None else state.get_block_ids
+        return StepMetadata(self._side().step(scheduler_output.num_scheduled_tokens, block_ids))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         packed = connector_output.kv_connector_worker_meta
-        if isinstance(packed, PackedMetadata):
-            self._side().packed(packed.counts)
+        counts = packed.counts if isinstance(packed, PackedMetadata) else {}
+        self._side().reported(counts, connector_output.finished_recving or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._side().finished(request, (block_ids,))
@@ -228,9 +244,9 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The host has seen the sampled token before a block is offered; where it must be packed it is packed now."""
         if self._worker is not None:
-            for request_id, blocks in self._step_news().pack.items():
+            for part, blocks in self._step_news().pack.items():
                 self._worker.pack(blocks)
-                self._packed[request_id] = 1
+                self._packed[part] = 1
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         packed, self._packed = self._packed, {}

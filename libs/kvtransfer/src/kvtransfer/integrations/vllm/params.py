@@ -32,19 +32,24 @@ class ParamsInvalid(KVTransferError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
-    """The request only computes its prompt; the cache is fetched by somebody else."""
+    """The request only computes its prompt; the cache is fetched by somebody else. `waits`: so many answers of a decode
+    that was started at the same time; 0: the decode comes later."""
 
     key: RequestKey
+    waits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """The cache of the first `tokens` tokens is at `holder`."""
+    """The cache of the first `tokens` tokens is at `holder`; `waits`: it will be, its prefill was started at the same
+    time, and what that samples for answer `answer` comes behind the prompt."""
 
     key: RequestKey
     holder: Holder
     tokens: int
     trace: TraceContext | None = None
+    waits: bool = False
+    answer: int = 0
 
 
 def read_params(raw: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
@@ -52,8 +57,10 @@ def read_params(raw: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
     if not raw:
         return None
     if raw.get("do_remote_decode"):
-        given = raw.get("request")
-        return PrefillLeg(draw_key() if given is None else _key(given))
+        given, waits = raw.get("request"), raw.get("waits", 0)
+        if type(waits) is not int or waits < 0:
+            raise ParamsInvalid("waits", waits, "the number of answers that wait for the cache")
+        return PrefillLeg(draw_key() if given is None else _key(given), waits)
     if not raw.get("do_remote_prefill"):
         return None
     tokens = raw.get("tokens")
@@ -65,12 +72,16 @@ def read_params(raw: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
     holder = Holder(_text(raw, "endpoint"), _text(raw, "instance_id"), _incarnation(raw), dp_rank)
     trace = raw.get("traceparent")
     context = parse_traceparent(trace) if isinstance(trace, str) else None
-    return DecodeLeg(_key(raw.get("request")), holder, tokens, context)
+    answer = raw.get("answer", 0)
+    if type(answer) is not int or answer < 0:
+        raise ParamsInvalid("answer", answer, "the number of an answer")
+    return DecodeLeg(_key(raw.get("request")), holder, tokens, context, raw.get("waits") is True, answer)
 
 
-def prefill_params(key: RequestKey) -> dict[str, Any]:
+def prefill_params(leg: PrefillLeg) -> dict[str, Any]:
     """For the request of a prefill whose number is known."""
-    return {"do_remote_decode": True, "do_remote_prefill": False, "request": _name(key)}
+    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "request": _name(leg.key)}
+    return {**params, "waits": leg.waits} if leg.waits else params
 
 
 def decode_params(leg: DecodeLeg) -> dict[str, Any]:
@@ -88,6 +99,8 @@ def decode_params(leg: DecodeLeg) -> dict[str, Any]:
         params["dp_rank"] = leg.holder.dp_rank
     if leg.trace is not None:
         params["traceparent"] = leg.trace.to_traceparent()
+    if leg.waits:
+        params["waits"], params["answer"] = True, leg.answer
     return params
 
 

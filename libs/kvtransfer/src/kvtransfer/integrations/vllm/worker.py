@@ -24,7 +24,7 @@ from kvtransfer.transceiver.agent_thread import AgentThread
 from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
 
 if TYPE_CHECKING:
-    from kvtransfer.integrations.vllm.scheduler import Blocks
+    from kvtransfer.integrations.vllm.block_lists import Blocks
     from kvtransfer.local.client import Connection
     from kvtransfer.rank_info import Topology
 
