@@ -66,11 +66,12 @@ class Keying:
         size = self.tokens_per_block.to_bytes(4, "little")
         return xxhash.xxh3_128_digest(b"isthmus keying 1" + self.root(b"") + size)
 
-    def root(self, salt: bytes) -> bytes:
-        """The parent of first blocks of the cache with that salt."""
+    def root(self, salt: bytes, adapter: str = "") -> bytes:
+        """The parent of first blocks of the cache with that salt, computed with that LoRA adapter."""
         return root_key(
             weights_digest=self.weights_digest,
             attention_digest=self.attention_digest,
             kv_dtype=self.kv_dtype,
+            adapter=adapter,
             salt=salt,
         )

@@ -16,12 +16,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from isthmus_core.config_cache import CacheConfig as CacheConfig
 from isthmus_core.config_coordinator import CoordinatorConfig as CoordinatorConfig
 from isthmus_core.config_parallel import ParallelConfig as ParallelConfig
+from isthmus_core.config_router import ClientsConfig as ClientsConfig
 from isthmus_core.config_router import RouterConfig as RouterConfig
 from isthmus_core.config_section import Section
 from isthmus_core.config_telemetry import LoggingConfig as LoggingConfig
 from isthmus_core.config_telemetry import TelemetryConfig as TelemetryConfig
 from isthmus_core.config_transfer import TransferConfig as TransferConfig
-from isthmus_core.config_vllm import VLLM_ARGUMENTS, VLLM_PYTHON
+from isthmus_core.config_vllm import ADAPTERS, VLLM_ARGUMENTS, VLLM_PYTHON
 from isthmus_core.errors import ConfigError
 
 
@@ -38,7 +39,11 @@ class WorkerConfig(Section):
     advertise: str | None = Field(
         default=None, description="host:port under which others reach the hub; default: listen"
     )
-    coordinator: str = Field(default="127.0.0.1:50050", description="host:port of the coordinator")
+    coordinator: str | None = Field(
+        default="127.0.0.1:50050",
+        description="host:port of the coordinator; null: none, the one that has this instance in coordinator.members "
+        "comes to it",
+    )
     start_timeout_s: float = Field(
         default=60.0, gt=0, le=3600, description="exit when the coordinator is not reached by then"
     )
@@ -135,6 +140,7 @@ class EngineConfig(Section):
     )
     mock: MockConfig = Field(default_factory=MockConfig)
     vllm: dict[str, Any] = VLLM_ARGUMENTS
+    adapters: dict[str, Path] = ADAPTERS
     python: Path | None = VLLM_PYTHON
 
 

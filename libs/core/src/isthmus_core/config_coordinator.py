@@ -35,6 +35,15 @@ class PlacementConfig(Section):
     )
 
 
+class MembersConfig(Section):
+    """Instances that do not look for a coordinator themselves (`worker.coordinator: null`), as host:port of their hubs:
+    for clusters without a place where everybody meets."""
+
+    context: list[str] = Field(default=[], description="context instances")
+    generation: list[str] = Field(default=[], description="generation instances")
+    context_and_generation: list[str] = Field(default=[], description="instances that do both")
+
+
 class CoordinatorConfig(Section):
     """The coordinator process."""
 
@@ -57,6 +66,7 @@ class CoordinatorConfig(Section):
         description="kv_aware: where most of the prompt is cached and least work waits; least_load; round_robin; "
         "affinity: a conversation stays where it is",
     )
+    members: MembersConfig = Field(default_factory=MembersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     index_blocks: int = Field(
         default=1 << 24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -65,6 +66,25 @@ class AdmissionConfig(Section):
     )
 
 
+class ClientsConfig(Section):
+    """Who may ask a router, and for how much."""
+
+    keys_file: Path | None = Field(
+        default=None,
+        description="YAML list of API keys (`isthmus keys`), read again when it changes; clients show one as "
+        "`authorization: Bearer KEY`, over HTTP and gRPC; null: everybody may ask",
+    )
+    requests_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="requests of one client (key; without keys: tenant) at one router process; a key may have its own",
+    )
+    tokens_per_min: float | None = Field(
+        default=None, gt=0, le=1e12, description="prompt and answer tokens of one client, likewise"
+    )
+
+
 class RouterConfig(Section):
     """A router: one process, or a parent and its worker processes on the same ports."""
 
@@ -121,12 +141,13 @@ class RouterConfig(Section):
         default=0.0,
         ge=0,
         le=1000,
-        description="tokens that come within so many milliseconds of the last event of an HTTP stream go out together, "
-        "as one event; 0: each is an event of its own",
+        description="tokens that come within so many milliseconds of the last ones of a stream go out together, as one "
+        "event or message; 0: each is one of its own",
     )
     retry: RetryConfig = Field(default_factory=RetryConfig)
     local_prefill: LocalPrefillConfig = Field(default_factory=LocalPrefillConfig)
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
+    clients: ClientsConfig = Field(default_factory=ClientsConfig)
 
     @model_validator(mode="after")
     def _local_policies_split(self) -> RouterConfig:

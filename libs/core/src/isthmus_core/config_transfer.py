@@ -58,6 +58,18 @@ class TransferConfig(Section):
         description="generation_first: take the pages for the prompt when the request comes, not when its context leg "
         "is scheduled: the bytes wait for nobody, the pages may wait long",
     )
+    layer_wise: bool = Field(
+        default=False,
+        description="generation_first, engine.kind = torch: the end of a prompt is sent layer by layer while later "
+        "layers are computed",
+    )
+    fill_gate: int = Field(
+        default=0,
+        ge=0,
+        le=65_536,
+        description="for measuring: a generation instance that was idle decodes nothing before so many caches have "
+        "arrived on every rank; fewer requests than that wait for ever",
+    )
     max_peers: int = Field(
         default=64,
         gt=0,
@@ -73,12 +85,13 @@ class TransferConfig(Section):
         description="who decides that small runs are gathered into chunks: the cost model, one of the fixed gates of "
         "other systems, always or never",
     )
-    arena_bytes: int = Field(
-        default=0,
+    arena_bytes: int | None = Field(
+        default=None,
         ge=0,
         le=1 << 40,
-        description="memory of every rank for chunks, beside the cache; at least 1 MiB for each of max_peers; 0: small "
-        "runs are never gathered",
+        description="memory of every rank for chunks, beside the cache; at least 1 MiB for each of max_peers; default: "
+        "that, but at least 64 MiB on a host (pages that are never touched cost nothing), and on a device a 64th of "
+        "its memory, at most 512 MiB; 0: small runs are never gathered",
     )
     bounce_chunk_bytes: int = Field(
         default=128 << 20,

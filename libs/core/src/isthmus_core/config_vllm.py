@@ -19,3 +19,8 @@ VLLM_PYTHON = cast(
         description="engine.kind vllm: interpreter of the environment that has vLLM; default: the worker's own",
     ),
 )
+ADAPTERS: dict[str, Path] = Field(
+    default_factory=dict,
+    description="engine.kind vllm: folders of LoRA adapters by name; a request for model NAME:ADAPTER uses one. Both "
+    "instances of a pair must have the same ones",
+)

@@ -35,6 +35,8 @@ class IsthmusError(Exception):
     """Base of all errors that may reach a client. `detail` is a message of errors.proto or None."""
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    # What metrics call it, when that is neither the detail's name nor the code's.
+    word: str = ""
 
     def __init__(self, message: str, detail: Message | None = None, code: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
@@ -143,6 +145,28 @@ class Overloaded(IsthmusError):
         )
 
 
+class RateLimited(IsthmusError):
+    """A client has asked for more than it may. `limit`: the setting, `allowed`: its value."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, limit: str, allowed: float, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{limit} = {allowed:g} of this client is used up; retry in {retry_after_s:g} s",
+            errors_pb2.RateLimited(limit=limit, allowed=allowed, retry_after=_duration(retry_after_s)),
+        )
+
+
+class Unauthenticated(IsthmusError):
+    """The client has not shown a key that is known here. Says nothing about which part was wrong."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+    def __init__(self) -> None:
+        super().__init__("no valid API key: send `authorization: Bearer KEY`")
+
+
 class WorkerLost(IsthmusError):
     """The instance that worked on the request is gone. `phase`: "prefill", "hand-off", "decode"."""
 
@@ -230,6 +254,7 @@ _DETAIL_TYPES: tuple[type[Message], ...] = (
     errors_pb2.DuplicateRequest,
     errors_pb2.NoCapacity,
     errors_pb2.Overloaded,
+    errors_pb2.RateLimited,
     errors_pb2.WorkerLost,
     errors_pb2.TransferFailed,
     errors_pb2.HandoffExpired,
@@ -269,6 +294,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> RemoteError:
 def retry_after_s(error: IsthmusError) -> float | None:
     """Seconds after which a retry may make sense, when the error carries a hint."""
     detail = error.detail
-    if isinstance(detail, errors_pb2.NoCapacity | errors_pb2.Overloaded):
+    if isinstance(detail, errors_pb2.NoCapacity | errors_pb2.Overloaded | errors_pb2.RateLimited):
         return detail.retry_after.ToNanoseconds() / 1e9
     return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import cast
 
+from google.protobuf.message import DecodeError
 from isthmus.v1 import common_pb2, generation_pb2
 
 from isthmus_core import token_ids
@@ -68,6 +70,24 @@ class Tokens:
     drafts: tuple[int, ...] = ()
 
 
+def joined(first: Tokens, second: Tokens) -> Tokens | None:
+    """Two chunks that follow each other as one; None when they can not be: of different answers, or with drafts."""
+    if first.sample != second.sample or first.reason is not None or first.drafts or second.drafts:
+        return None
+    return Tokens(first.ids + second.ids, first.sample, first.logprobs + second.logprobs, second.reason)
+
+
+def singles(chunk: Tokens) -> Sequence[Tokens]:
+    """A chunk token by token; the reason comes with the last one."""
+    if len(chunk.ids) < 2:
+        return (chunk,)
+    last = len(chunk.ids) - 1
+    return [
+        Tokens((token,), chunk.sample, chunk.logprobs[at : at + 1], chunk.reason if at == last else None)
+        for at, token in enumerate(chunk.ids)
+    ]
+
+
 def chunk_to_pb(chunk: Tokens) -> generation_pb2.TokenChunk:
     """New tokens of one answer."""
     return generation_pb2.TokenChunk(
@@ -88,6 +108,20 @@ def chunk_from_pb(pb: generation_pb2.TokenChunk) -> Tokens:
     reason = FinishReason(int(pb.finish_reason)) if pb.finish_reason else None
     drafts = token_ids.unpack(pb.draft_tokens.le_uint32)
     return Tokens(ids, pb.sample, tuple(_logprobs_from_pb(one) for one in pb.logprobs), reason, drafts)
+
+
+def first_tokens_to_bytes(chunks: Iterable[Tokens]) -> bytes:
+    """What a context leg says to a generation leg that waits for it: FirstTokensPayload."""
+    return generation_pb2.FirstTokensPayload(first_tokens=[chunk_to_pb(one) for one in chunks]).SerializeToString()
+
+
+def first_tokens_from_bytes(payload: bytes) -> tuple[Tokens, ...]:
+    """Raises ValueError for bytes that are none, and as `chunk_from_pb`."""
+    try:
+        pb = generation_pb2.FirstTokensPayload.FromString(payload)
+    except DecodeError as error:
+        raise ValueError(f"no FirstTokensPayload: {error}") from error
+    return tuple(chunk_from_pb(one) for one in pb.first_tokens)
 
 
 def _logprobs_to_pb(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:

@@ -53,6 +53,7 @@ _MAY: Mapping[str, frozenset[Role]] = {
     "/isthmus.v1.CoordinatorService/WatchCluster": _SEES,
     "/isthmus.v1.CoordinatorService/Drain": _OPERATOR,
     "/isthmus.v1.CoordinatorService/SetRole": _OPERATOR,
+    "/isthmus.v1.MemberService": frozenset({Role.COORDINATOR}),
     "/grpc.health.v1.Health": _ANYBODY,
     "/grpc.reflection.v1alpha.ServerReflection": _ANYBODY,
     "/grpc.reflection.v1.ServerReflection": _ANYBODY,

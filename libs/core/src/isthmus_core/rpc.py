@@ -4,6 +4,7 @@ TLS and trace propagation."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -57,10 +58,16 @@ class RpcServer:
     """A gRPC server with health and reflection. Services answer NOT_SERVING until `set_serving` says otherwise."""
 
     def __init__(
-        self, tls: TlsConfig | None = None, *, share_port: bool = False, max_request_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        tls: TlsConfig | None = None,
+        *,
+        share_port: bool = False,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
+        on_refused: Callable[[IsthmusError], None] = lambda _: None,
     ) -> None:
         """`share_port`: other processes of the same user, told the same, may listen on the port too (SO_REUSEPORT).
-        `max_request_bytes`: larger messages are refused with RESOURCE_EXHAUSTED."""
+        `max_request_bytes`: larger messages are refused with RESOURCE_EXHAUSTED. `on_refused` hears of callers that
+        have no role for what they call."""
         self._tls = tls
         self._share_port = share_port
         # Without this a second server binds a taken port silently and receives half of its connections.
@@ -68,7 +75,7 @@ class RpcServer:
         largest = ("grpc.max_receive_message_length", max_request_bytes)
         options = [*(one for one in _SERVER_OPTIONS if one[0] != largest[0]), sharing, largest]
         checked = tls is not None and tls.enabled and tls.roles
-        self.server = grpc.aio.server(options=options, interceptors=[RoleCheck()] if checked else [])
+        self.server = grpc.aio.server(options=options, interceptors=[RoleCheck(on_refused)] if checked else [])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names: list[str] = []

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from isthmus_core.config import TlsConfig
-from isthmus_core.errors import ConfigError
+from isthmus_core.errors import ConfigError, IsthmusError
 from isthmus_core.roles import Role, refusal, roles_of, who_may
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,10 @@ class ServerCertificates:
 
 
 class RoleCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls whose caller's certificate has no role for the method (PERMISSION_DENIED)."""
+    """Refuses calls whose caller's certificate has no role for the method (PERMISSION_DENIED); tells `on_refused`."""
+
+    def __init__(self, on_refused: Callable[[IsthmusError], None]) -> None:
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -94,31 +97,30 @@ class RoleCheck(grpc.aio.ServerInterceptor):
             kind = "unary_stream" if handler.response_streaming else "unary_unary"
         inner = getattr(handler, kind)
         make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(_checked(method, inner), handler.request_deserializer, handler.response_serializer)
+        return make(self._checked(method, inner), handler.request_deserializer, handler.response_serializer)
+
+    def _checked(self, method: str, inner: Any) -> Any:
+        """The handler behind the check, of the kind it was: grpc.aio tells generators from coroutines by looking."""
+
+        async def generates(request: Any, context: Any) -> Any:
+            await self._check(method, context)
+            async for one in inner(request, context):
+                yield one
+
+        async def returns(request: Any, context: Any) -> Any:
+            await self._check(method, context)
+            return await inner(request, context)
+
+        return generates if inspect.isasyncgenfunction(inner) else returns
+
+    async def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        reason = refusal(method, roles_of(caller_names(context)))
+        if reason is not None:
+            logger.warning("refused a call of %s: %s", context.peer(), reason)
+            self._on_refused(IsthmusError(reason, code=grpc.StatusCode.PERMISSION_DENIED))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
 
 
 def caller_names(context: grpc.aio.ServicerContext[Any, Any]) -> Iterable[bytes]:
     """Subject alternative names of the caller's certificate; nothing without mutual TLS."""
     return context.auth_context().get("x509_subject_alternative_name", ())
-
-
-async def _check(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    reason = refusal(method, roles_of(caller_names(context)))
-    if reason is not None:
-        logger.warning("refused a call of %s: %s", context.peer(), reason)
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-
-
-def _checked(method: str, inner: Any) -> Any:
-    """The handler behind the check, of the kind it was: grpc.aio tells generators from coroutines by looking."""
-
-    async def generates(request: Any, context: Any) -> Any:
-        await _check(method, context)
-        async for one in inner(request, context):
-            yield one
-
-    async def returns(request: Any, context: Any) -> Any:
-        await _check(method, context)
-        return await inner(request, context)
-
-    return generates if inspect.isasyncgenfunction(inner) else returns

@@ -91,7 +91,8 @@ REFUSALS = Definition(
     "isthmus.refusals",
     Kind.COUNTER,
     "{request}",
-    "Requests that were refused before anything was computed, by the kind of error.",
+    "Requests that were refused before anything was computed, by the kind of error: also those without a key, with a "
+    "body that is none, too large or too late, and connections beyond the limit.",
     (ROUTER,),
     (Label("reason", limit=32),),
 )
