@@ -42,7 +42,8 @@ class EngineRequest:
     """One leg of a request. A GENERATION_ONLY leg has either the `context_phase` of a context leg that is done, or the
     `context` instance whose leg was started at the same time; no other leg has one of them.
 
-    `generation_waits`: a CONTEXT_ONLY leg whose generation leg was started at the same time.
+    `generation_waits`: a CONTEXT_ONLY leg whose generation leg was started at the same time. `may_take_over`: a leg
+    with a `context` may go on without it, when that is lost. `adapter`: name of a LoRA adapter, empty for none.
     """
 
     key: RequestKey
@@ -54,6 +55,8 @@ class EngineRequest:
     cache_salt: bytes = b""
     context: Holder | None = None
     generation_waits: bool = False
+    may_take_over: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,21 @@ class ContextReady:
 
 
 @dataclass(frozen=True, slots=True)
+class TookOver:
+    """A generation leg goes on without its context leg, and computes the prompt itself. Comes before its first Tokens,
+    which begin with the first one of every answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Every answer has had its last chunk. Last event of the leg."""
 
     report: LegReport
 
 
-EngineOutput = Tokens | ContextReady | Finished
+EngineOutput = Tokens | TookOver | ContextReady | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +159,27 @@ class KvEvent:
     reset: bool = False
 
 
+class LegEvents(Protocol):
+    """The events of a leg, an async iterator."""
+
+    def __aiter__(self) -> LegEvents: ...
+
+    async def __anext__(self) -> EngineOutput: ...
+
+    async def gather(self, seconds: float) -> None:
+        """Let tokens come together for so long; less when the leg ends before."""
+        ...
+
+
 class Engine(Protocol):
     """One model replica. All calls come from the hub's event loop.
 
     Contract
     - `start` returns when the engine can work; it raises `isthmus_core.errors.IsthmusError` with the reason otherwise.
     - `submit` validates the request at once (raises `InvalidRequest`, `DuplicateRequest`, `Overloaded`, …) and returns
-      the leg's events: any number of `Tokens`, then exactly one `ContextReady` or `Finished`; or the iterator raises an
-      `IsthmusError`. The key is live from `submit` until the engine holds nothing of it.
+      the leg's events: any number of `Tokens` (after a `TookOver`, when there is one), then exactly one `ContextReady`
+      or `Finished`; or the iterator raises an `IsthmusError`. Tokens that wait to be read come together. The key is
+      live from `submit` until the engine holds nothing of it.
     - Closing the iterator early, or `abort`, cancels the leg. Neither waits: pages that a peer may still write are kept
       until they are settled, and `load` counts them.
     - After ContextReady the request's pages stay held until the hand-off is over, expires, or `abort` withdraws it.
@@ -165,7 +189,7 @@ class Engine(Protocol):
 
     async def start(self) -> EngineDescription: ...
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]: ...
+    def submit(self, request: EngineRequest) -> LegEvents: ...
 
     def abort(self, key: RequestKey) -> None: ...
 

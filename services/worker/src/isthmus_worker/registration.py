@@ -1,4 +1,4 @@
-"""Membership at the coordinator: one Register stream for as long as the instance lives.
+"""Membership at the coordinator: one stream for as long as the instance lives, opened from here or from there.
 
 What the coordinator should know is kept here as state, not as a queue: after a broken stream everything is told again,
 and a slow coordinator is told the newest load, never a backlog of old ones.
@@ -17,11 +17,12 @@ import grpc.aio
 from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 from isthmus_core.config import TlsConfig
-from isthmus_core.errors import StartError, from_rpc_error
+from isthmus_core.errors import IsthmusError, StartError, from_rpc_error
 from isthmus_core.rpc import open_channel
 from isthmus_core.tasks import until_one_ends
+from isthmus_worker.block_reports import BlockReports
 from isthmus_worker.engine import EngineLoad, KvEvent
-from isthmus_worker.wire.kv_events import events_to_pb
+from isthmus_worker.member_line import DialledLine, Line, ProtocolError, Request, Response
 from isthmus_worker.wire.registration import (
     ContextPeer,
     InstanceDescription,
@@ -29,6 +30,7 @@ from isthmus_worker.wire.registration import (
     PairView,
     RoleView,
     drain_from_pb,
+    estimate_to_pb,
     hello_to_pb,
     pair_to_pb,
     peers_from_pb,
@@ -36,14 +38,15 @@ from isthmus_worker.wire.registration import (
     set_role_from_pb,
 )
 from isthmus_worker.wire.responses import load_to_pb
+from kvtransfer.hub.estimates import PairEstimate
 from kvtransfer.rank_info import InstanceRole
 
 logger = logging.getLogger(__name__)
 
 # A load is told at most this often.
 LOAD_INTERVAL_S = 0.2
-# Changes of the reusable blocks are collected for this long: a message costs the coordinator as much as 50 keys.
-KV_INTERVAL_S = 0.02
+# Estimates that are kept, and told again after a reconnect; the oldest ones may be of instances that are gone.
+_MOST_ESTIMATES = 1024
 # The first answer of a coordinator that is up comes at once; one that hangs must not hang the worker.
 _WELCOME_S = 5.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
@@ -59,18 +62,20 @@ _FINAL = frozenset(
     }
 )
 
-_Request = coordinator_service_pb2.RegisterRequest
-_Response = coordinator_service_pb2.RegisterResponse
-_Call = grpc.aio.StreamStreamCall[_Request, _Response]
 
+class AlreadyEnlisted(IsthmusError):
+    """Another coordinator, or an earlier stream of the same one, has this instance."""
 
-class ProtocolError(Exception):
-    """The coordinator said something that this build does not understand."""
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+    def __init__(self, instance_id: str) -> None:
+        super().__init__(f"instance {instance_id} is a member of a cluster: list it at one coordinator only")
 
 
 class Registration:
-    """The Register stream of one instance. One event loop owns it.
+    """The membership of one instance. One event loop owns it.
 
+    `coordinator`: host:port; None when a coordinator has this instance in its list and comes to it (`enlisted`).
     `on_peers` gets the complete list of context instances whenever it changes; `on_member(True/False)` whenever the
     membership begins or is lost. `refused` completes with the reason when the coordinator will not have this instance
     (any more): another incarnation has taken its name, or it is misconfigured. Nothing is tried after that.
@@ -78,7 +83,7 @@ class Registration:
 
     def __init__(
         self,
-        coordinator: str,
+        coordinator: str | None,
         description: InstanceDescription,
         *,
         tls: TlsConfig | None = None,
@@ -92,7 +97,6 @@ class Registration:
         self._tls = tls
         self._on_peers, self._on_member, self._on_order = on_peers, on_member, on_order
         self._kv_events = kv_events
-        self._snapshots: asyncio.Queue[None] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._role: RoleView | None = None
         self._role_untold = False
@@ -100,12 +104,18 @@ class Registration:
         self._pairs: dict[str, PairView] = {}
         self._draining = False
         self._untold_pairs: dict[str, PairView] = {}
+        self._estimates: dict[str, PairEstimate] = {}
+        self._untold_estimates: dict[str, PairEstimate] = {}
+        self._takes_estimates = False
         self._peers: tuple[ContextPeer, ...] = ()
         self._changed = asyncio.Event()
         self._member = asyncio.Event()
         self._last_error = "no answer yet"
         self.refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        # A coordinator that came is being talked to.
+        self._talking = False
+        self._leave = asyncio.Event()
 
     @property
     def is_member(self) -> bool:
@@ -122,12 +132,26 @@ class Registration:
         self._pairs[pair.instance_id] = self._untold_pairs[pair.instance_id] = pair
         self._changed.set()
 
+    def set_estimate(self, estimate: PairEstimate) -> None:
+        """What hand-offs to a generation instance are expected to take; told at once, to coordinators that take it."""
+        name = estimate.instance_id
+        self._estimates.pop(name, None)
+        self._estimates[name] = estimate
+        if len(self._estimates) > _MOST_ESTIMATES:
+            del self._estimates[next(iter(self._estimates))]
+        if self._takes_estimates:
+            self._untold_estimates[name] = estimate
+            self._changed.set()
+
     def set_role(self, role: RoleView) -> None:
         """How far a change of role is; told at once, and again after every reconnect."""
         self._role, self._role_untold = role, True
         if role.role is not InstanceRole.GENERATION:
             self._pairs.clear()
             self._untold_pairs.clear()
+        if role.role is not InstanceRole.CONTEXT:
+            self._estimates.clear()
+            self._untold_estimates.clear()
         self._changed.set()
 
     def set_draining(self) -> None:
@@ -137,8 +161,10 @@ class Registration:
 
     async def start(self, timeout_s: float) -> None:
         """Register. Raises StartError with the last reason when the coordinator is not reached within `timeout_s`
-        seconds, or at once when it refuses this instance for good."""
-        self._task = asyncio.create_task(self._run())
+        seconds, or at once when it refuses this instance for good. One that is listed waits to be asked: at once."""
+        if self._coordinator is None:
+            return
+        self._task = asyncio.create_task(self._run(self._coordinator))
         member = asyncio.create_task(self._member.wait())
         waits = [member, self.refused, self._task]
         try:
@@ -157,13 +183,30 @@ class Registration:
 
     async def close(self) -> None:
         """Leave the cluster."""
+        self._leave.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self) -> None:
+    async def enlisted(self, line: Line) -> None:
+        """A coordinator has come: a member of its cluster until it goes. Raises AlreadyEnlisted."""
+        if self._talking:
+            raise AlreadyEnlisted(self._description.instance_id)
+        self._talking = True
+        try:
+            await until_one_ends(self._talk(line), self._leaving())
+        except (TimeoutError, ProtocolError) as error:
+            logger.warning("the coordinator is gone: %s", str(error) or f"no welcome within {_WELCOME_S:g} s")
+        finally:
+            self._talking = False
+            self._set_member(False)
+
+    async def _leaving(self) -> None:
+        await self._leave.wait()
+
+    async def _run(self, coordinator: str) -> None:
         backoff = _FIRST_BACKOFF_S
-        async with open_channel(self._coordinator, self._tls) as channel:
+        async with open_channel(coordinator, self._tls) as channel:
             stub = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
             while True:
                 was_member = await self._one_stream(stub)
@@ -176,15 +219,8 @@ class Registration:
     async def _one_stream(self, stub: coordinator_service_pb2_grpc.CoordinatorServiceStub) -> bool:
         """One try, to the end of its stream. True when this instance was a member during it."""
         call = stub.Register()
-        was_member = False
         try:
-            # Not wait_for: before Python 3.12 it loses a cancel that meets the completion.
-            async with asyncio.timeout(_WELCOME_S):
-                await self._hello(call)
-            was_member = True
-            self._set_member(True)
-            await self._serve(call)
-            self._last_error = "it ended the stream"
+            await self._talk(DialledLine(call))
         except grpc.aio.AioRpcError as error:
             reason = from_rpc_error(error)
             self._last_error = reason.message
@@ -194,6 +230,7 @@ class Registration:
             self._last_error = str(error) or f"no welcome within {_WELCOME_S:g} s"
         finally:
             call.cancel()
+            was_member = self.is_member
             self._set_member(False)
         log = logger.warning if was_member else logger.debug
         log("coordinator %s: %s", self._coordinator, self._last_error)
@@ -209,36 +246,37 @@ class Registration:
         if self._on_member is not None:
             self._on_member(member)
 
-    async def _hello(self, call: _Call) -> None:
-        role = self._description.role if self._role is None else self._role.role
-        await self._write(call, hello_to_pb(replace(self._description, role=role)))
-        first = await call.read()
-        if not isinstance(first, _Response):
-            raise await _status(call)
+    async def _talk(self, line: Line) -> None:
+        """Say Hello, then read and write until the stream ends, which raises."""
+        # Not wait_for: before Python 3.12 it loses a cancel that meets the completion.
+        async with asyncio.timeout(_WELCOME_S):
+            role = self._description.role if self._role is None else self._role.role
+            await self._write(line, hello_to_pb(replace(self._description, role=role)))
+            first = await line.read()
         if first.WhichOneof("body") != "welcome":
             raise ProtocolError(f"it answered Hello with {first.WhichOneof('body')}")
-
-    async def _serve(self, call: _Call) -> None:
-        """Read and write until either side ends."""
+        self._set_member(True)
         self._untold_pairs = dict(self._pairs)
         self._role_untold = self._role is not None
-        self._snapshots = asyncio.Queue()
-        await until_one_ends(self._read(call), self._tell(call), self._tell_blocks(call))
+        self._untold_estimates = dict(self._estimates) if first.welcome.takes_estimates else {}
+        self._takes_estimates = first.welcome.takes_estimates
+        blocks = BlockReports(self._kv_events, lambda message: self._write(line, message))
+        await until_one_ends(self._read(line, blocks), self._tell(line), blocks.run())
 
-    async def _read(self, call: _Call) -> None:
-        while isinstance(message := await call.read(), _Response):
+    async def _read(self, line: Line, blocks: BlockReports) -> None:
+        while True:
+            message = await line.read()
             try:
-                self._hear(message)
+                self._hear(message, blocks)
             except ValueError as error:
                 raise ProtocolError(f"{message.WhichOneof('body')}: {error}") from error
-        raise await _status(call)
 
-    def _hear(self, message: _Response) -> None:
+    def _hear(self, message: Response, blocks: BlockReports) -> None:
         match message.WhichOneof("body"):
             case "peers":
                 self._hear_peers(peers_from_pb(message.peers, self._peers))
             case "send_kv_snapshot":
-                self._snapshots.put_nowait(None)
+                blocks.ask()
             case "drain":
                 self._order(drain_from_pb(message.drain))
             case "set_role":
@@ -257,40 +295,11 @@ class Registration:
         if self._on_order is not None:
             self._on_order(order)
 
-    async def _tell_blocks(self, call: _Call) -> None:
-        """Every reusable block when the coordinator asks for it, and from then on the changes."""
-        await self._snapshots.get()
-        while self._kv_events is not None:
-            asked = asyncio.create_task(self._snapshots.get())
-            following = asyncio.create_task(self._follow_blocks(call, self._kv_events()))
-            try:
-                await asyncio.wait([asked, following], return_when=asyncio.FIRST_COMPLETED)
-                if following.done():
-                    following.result()
-                    break  # the engine is gone
-            finally:
-                asked.cancel()
-                following.cancel()
-                await asyncio.gather(asked, following, return_exceptions=True)
-        await asyncio.Event().wait()  # for the stream's end
+    async def _write(self, line: Line, message: Request) -> None:
+        async with self._writing:  # a stream takes one message at a time
+            await line.write(message)
 
-    async def _follow_blocks(self, call: _Call, events: AsyncIterator[KvEvent]) -> None:
-        sequence = 1
-        async for event in events:
-            for message in events_to_pb(event, sequence):
-                sequence = message.sequence + 1
-                await self._write(call, _Request(kv_events=message))
-            await asyncio.sleep(KV_INTERVAL_S)
-
-    async def _write(self, call: _Call, message: _Request) -> None:
-        """Raises the call's status when it has ended (grpc.aio says InvalidStateError then)."""
-        async with self._writing:  # a call takes one message at a time
-            try:
-                await call.write(message)
-            except asyncio.InvalidStateError:
-                raise await _status(call) from None
-
-    async def _tell(self, call: _Call) -> None:
+    async def _tell(self, line: Line) -> None:
         told_load: EngineLoad | None = None
         told_draining = False
         load_allowed_at = 0.0
@@ -299,31 +308,25 @@ class Registration:
             self._changed.clear()
             if self._draining and not told_draining:
                 told_draining = True
-                await self._write(call, _Request(draining=coordinator_service_pb2.Draining()))
+                await self._write(line, Request(draining=coordinator_service_pb2.Draining()))
             if self._role is not None and self._role_untold:
                 self._role_untold = False
-                await self._write(call, role_to_pb(self._role))
+                await self._write(line, role_to_pb(self._role))
             while self._untold_pairs:
                 _, pair = self._untold_pairs.popitem()
-                await self._write(call, _Request(pair=pair_to_pb(pair)))
+                await self._write(line, Request(pair=pair_to_pb(pair)))
+            while self._untold_estimates:
+                _, estimate = self._untold_estimates.popitem()
+                await self._write(line, estimate_to_pb(estimate))
             wait_s = None
             if self._load != told_load:
                 wait_s = load_allowed_at - loop.time()
                 if wait_s <= 0:
                     wait_s, told_load = None, self._load
                     load_allowed_at = loop.time() + LOAD_INTERVAL_S
-                    await self._write(call, _Request(load=load_to_pb(told_load)))
+                    await self._write(line, Request(load=load_to_pb(told_load)))
             try:
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
-
-
-async def _status(call: _Call) -> Exception:
-    """Why a stream ended."""
-    code, details = await call.code(), await call.details()
-    if code is grpc.StatusCode.OK:
-        return ProtocolError("it ended the stream")
-    initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
-    return grpc.aio.AioRpcError(code, initial, trailing, details)

@@ -28,14 +28,15 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """A worker's identity and behaviour. `transfer` is None for an instance that hands nothing off."""
+    """A worker's identity and behaviour. `coordinator` None: one that lists this instance comes to it. `transfer` is
+    None for an instance that hands nothing off."""
 
     role: InstanceRole
     model: str
     listen_host: str
     listen_port: int
     advertise: str | None
-    coordinator: str
+    coordinator: str | None
     transfer: TransferConfig | None
     start_timeout_s: float
     engine_start_timeout_s: float
@@ -72,7 +73,8 @@ def worker_settings(config: IsthmusConfig) -> WorkerSettings:
             f"worker.advertise is not set and worker.listen = {worker.listen} is no address that others can call: "
             "write worker.advertise: HOST:PORT"
         )
-    split_address(worker.coordinator, "worker.coordinator")
+    if worker.coordinator is not None:
+        split_address(worker.coordinator, "worker.coordinator")
     role = _ROLES[worker.role]
     return WorkerSettings(
         role=role,
@@ -109,6 +111,11 @@ def transfer_settings(config: IsthmusConfig) -> TransferConfig:
         )
     if transfer.backend not in known_agents():
         raise ConfigError(f"transfer.backend = {transfer.backend}: unknown, use one of {names}")
+    if transfer.layer_wise and config.engine.kind != "torch":
+        raise ConfigError(
+            f"transfer.layer_wise = true: engine.kind = {config.engine.kind} does not say when a layer is computed; "
+            "use engine.kind = torch or leave it out"
+        )
     return TransferConfig(
         backend=transfer.backend,
         timeout_s=transfer.timeout_s,

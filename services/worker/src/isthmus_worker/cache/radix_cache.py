@@ -1,15 +1,11 @@
 """A radix tree over life cycles: each kind of layer has a pool of its own, and keeps no more than its tokens can see.
 
-    layers that see everything     | 7 | 3 | 9 | 4 | 1 |      blocks of the whole sequence
-    layers with a window           | - | - | - | 2 | 5 |      - : given back as soon as no later token saw it
-
-A prompt can begin behind n blocks that are here when the lists without a window have all n of them, and those with one
-have what the next token sees. Of a prompt that a peer writes each list takes what it has.
+layers that see everything     | 7 | 3 | 9 | 4 | 1 |      blocks of the whole sequence
+layers with a window           | - | - | - | 2 | 5 |      - : given back as soon as no later token saw it
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +13,7 @@ import numpy as np
 from isthmus_core.errors import InternalError
 from isthmus_worker.cache.base import NO_BLOCK, Copy, Need, Prefix, blocks_for, first_seen
 from isthmus_worker.cache.page_pool import PagePool
+from isthmus_worker.cache.radix_prefixes import RadixPrefixes
 from isthmus_worker.cache.radix_tree import RadixTree
 
 if TYPE_CHECKING:
@@ -40,6 +37,7 @@ class RadixCache:
         self._leading = self.windows.index(None) if None in self.windows else 0
         self._tree = RadixTree(len(self.windows), self._leading)
         self._pools = [self._pool(number, count) for number, count in enumerate(self.num_blocks)]
+        self._known = RadixPrefixes(self._tree, self.windows, tokens_per_block)
         self._tables: dict[Hashable, _Lists] = {}
 
     def _pool(self, number: int, count: int) -> PagePool:
@@ -75,39 +73,11 @@ class RadixCache:
 
     def find(self, names: Sequence[bytes]) -> Prefix:
         """The longest known beginning that can be gone on behind."""
-        nodes = self._known(names)
-        windowed = [number for number in self._numbers if self.windows[number] is not None]
-        for count in range(len(nodes), 0, -1):
-            position = count * self.tokens_per_block
-            if all(self._has(nodes, number, position, count) for number in windowed):
-                return Prefix(tuple(self._pages(nodes, number, position, count) for number in self._numbers))
-        return Prefix(tuple(np.empty(0, np.int32) for _ in self._numbers))
+        return self._known.find(names)
 
     def find_received(self, names: Sequence[bytes], position: int) -> Prefix:
         """What each list has of what a token at `position` sees, up to the first block that is missing."""
-        nodes = self._known(names)
-        lists: list[NDArray[np.int32]] = []
-        for number in self._numbers:
-            first = self._first(number, position)
-            here = sum(1 for _ in takewhile(lambda node: node.pages[number] != NO_BLOCK, nodes[first:]))  # noqa: B023
-            lists.append(self._pages(nodes, number, position, first + here))
-        return Prefix(tuple(lists))
-
-    def _known(self, names: Sequence[bytes]) -> list[Node]:
-        """Nodes of the beginning that lists without a window have."""
-        full = [number for number in self._numbers if self.windows[number] is None]
-        return list(
-            takewhile(lambda node: all(node.pages[number] != NO_BLOCK for number in full), self._tree.walk(names))
-        )
-
-    def _has(self, nodes: Sequence[Node], number: int, position: int, end: int) -> bool:
-        return all(node.pages[number] != NO_BLOCK for node in nodes[self._first(number, position) : end])
-
-    def _pages(self, nodes: Sequence[Node], number: int, position: int, end: int) -> NDArray[np.int32]:
-        pages = np.full(end, NO_BLOCK, np.int32)
-        first = self._first(number, position)
-        pages[first:] = [node.pages[number] for node in nodes[first:end]]
-        return pages
+        return self._known.find_received(names, position)
 
     def commit(self, holder: Hashable, names: Sequence[bytes], first: int, whole: Sequence[int]) -> None:
         """Blocks [first, len(names)) can be found from now on; of each list those from `whole` on that are there."""

@@ -29,6 +29,7 @@ from isthmus_worker.engine_process.loop import EngineLoop
 from isthmus_worker.engine_process.outbox import Outbox
 from isthmus_worker.engine_process.rank import RankRole
 from isthmus_worker.parallel.links import RANK_LOST, RankLost
+from kvtransfer.transceiver.layer_progress import LayerProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,15 +95,16 @@ def _serve(config: IsthmusConfig, arguments: argparse.Namespace) -> None:
 
 def _lead(config: IsthmusConfig, frames: FrameSocket, others: list[FrameSocket], rank_fd: int | None) -> None:
     """The first rank, or the only one."""
-    model = load_model(config, others)
+    layers = LayerProgress() if config.transfer.layer_wise else None
+    model = load_model(config, others, layers)
     # After the model: the agent follows the CUDA version of a torch that is loaded.
-    role = None if rank_fd is None else RankRole(config, rank_fd, model.page_table)
+    role = None if rank_fd is None else RankRole(config, rank_fd, model.page_table, layers=layers)
     outbox, inbox = Outbox(frames), Inbox(frames)
-    front = build_front(config, model, outbox)
+    front = build_front(config, model, outbox, layers)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     outbox.emit(describe_engine(config, model))
     inbox.start()
-    EngineLoop(front, model.runner, inbox, outbox).run()
+    EngineLoop(front, model.runner, inbox, outbox, speaks_early=layers is not None).run()
     if role is not None:
         role.stop(_AGENT_STOP_S)
 
@@ -110,13 +112,14 @@ def _lead(config: IsthmusConfig, frames: FrameSocket, others: list[FrameSocket],
 def _follow(config: IsthmusConfig, rank: int, frames: FrameSocket, rank_fd: int | None) -> None:
     """Any other rank."""
     roles: list[RankRole] = []
+    layers = LayerProgress() if config.transfer.layer_wise else None
 
     def cache_is_there(page_table: PageTable) -> None:
         if rank_fd is not None:
-            roles.append(RankRole(config, rank_fd, page_table, rank))
+            roles.append(RankRole(config, rank_fd, page_table, rank, layers))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
-    load_rank(config, rank, frames, cache_is_there).run()
+    load_rank(config, rank, frames, cache_is_there, layers).run()
     for role in roles:
         role.stop(_AGENT_STOP_S)
 

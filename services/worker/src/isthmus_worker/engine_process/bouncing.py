@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtransfer.bounce.measuring import DEVICE_MOST, HOST_MOST, can_measure, measure_copies
-from kvtransfer.bounce.memory import make_arena, make_copier
-from kvtransfer.bounce.policy import BouncePolicy, starting_cost
+from kvtransfer.bounce.memory import default_arena_bytes, make_arena, make_copier
+from kvtransfer.bounce.policy import UNIT_BYTES, BouncePolicy, starting_cost
 from kvtransfer.cost.book import CostBook
 from kvtransfer.cost.policies import StagingPolicy
 from kvtransfer.errors import AgentUnavailable
@@ -34,7 +34,9 @@ def bounce_policy(config: IsthmusConfig, cache: RegisteredRegion) -> tuple[Bounc
         log.warning("small runs are written one by one: %s", error)
         return BouncePolicy(staging=staging, book=book), []
     send, receive = config.worker.role != "generation", config.worker.role != "context"
-    made = [make_arena(cache, transfer.arena_bytes) if wanted else None for wanted in (send, receive)]
+    asked = transfer.arena_bytes
+    size = default_arena_bytes(cache, UNIT_BYTES, transfer.max_peers) if asked is None else asked
+    made = [make_arena(cache, size) if wanted else None for wanted in (send, receive)]
     regions = [None if one is None else one[0] for one in made]
     policy = BouncePolicy(
         send=regions[0],

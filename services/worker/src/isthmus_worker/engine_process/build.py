@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from isthmus_core.block_keys import root_key
+from isthmus_core.errors import ConfigError
 from isthmus_worker.cache import BlockManager, BlockTable
 from isthmus_worker.cache.radix_cache import RadixCache
 from isthmus_worker.engine import EngineDescription
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from isthmus_worker.engine_process.outbox import Outbox
     from isthmus_worker.runner import ModelDescription
     from isthmus_worker.scheduler import SchedulerEvent, Transceiver
+    from kvtransfer.transceiver.layer_progress import LayerProgress
 
 
 def describe_engine(config: IsthmusConfig, model: LoadedModel) -> EngineDescription:
@@ -52,14 +54,16 @@ def handoff_policy(config: IsthmusConfig, num_blocks: int) -> HandoffPolicy:
     )
 
 
-def build_front(config: IsthmusConfig, model: LoadedModel, outbox: Outbox) -> Front:
-    """The schedulers of all attention-dp groups, whose caches are empty."""
+def build_front(
+    config: IsthmusConfig, model: LoadedModel, outbox: Outbox, layers: LayerProgress | None = None
+) -> Front:
+    """The schedulers of all attention-dp groups, whose caches are empty. `layers`: prompts are sent layer by layer."""
     hands_off = config.worker.role != "context_and_generation"
     policy = handoff_policy(config, max(model.num_blocks))
 
     def make(emit: Callable[[SchedulerEvent], None], dp_rank: int) -> tuple[Scheduler, SchedulerTransceiver | None]:
         transceiver = SchedulerTransceiver(outbox, policy=policy) if hands_off else None
-        return build_scheduler(config, model, emit, transceiver, dp_rank), transceiver
+        return build_scheduler(config, model, emit, transceiver, dp_rank, layers), transceiver
 
     return Front(outbox.emit, config.parallel.data_parallel_size, make)
 
@@ -70,10 +74,16 @@ def build_scheduler(
     emit: Callable[[SchedulerEvent], None],
     transceiver: Transceiver | None,
     dp_rank: int = 0,
+    layers: LayerProgress | None = None,
 ) -> Scheduler:
     """The scheduler of an attention-dp group over an empty cache. `transceiver` is None on an instance that hands
     nothing off."""
     engine, groups = config.engine, config.parallel.data_parallel_size
+    if config.transfer.fill_gate > engine.max_running:
+        raise ConfigError(
+            f"transfer.fill_gate = {config.transfer.fill_gate}: no more than engine.max_running = "
+            f"{engine.max_running} caches can be here at once; make one smaller or the other larger"
+        )
     limits = Limits(
         role=config.worker.role if transceiver is None else "any",
         vocab_size=model.description.vocab_size,
@@ -84,6 +94,7 @@ def build_scheduler(
         max_batch_tokens=-(-engine.max_batch_tokens // groups),
         max_waiting=-(-engine.max_waiting // groups),
         draft_tokens=engine.draft_tokens,
+        fill_gate=-(-config.transfer.fill_gate // groups),
     )
     handoffs = None
     if transceiver is not None:
@@ -94,6 +105,7 @@ def build_scheduler(
             transfer.handoff_hold_s,
             dp_rank,
             reserve_early=transfer.reserve_early,
+            layers=layers,
         )
     root = _block_root(model.description) if engine.prefix_caching else None
     memory = Memory(_cache_manager(config, model), root, limits.max_batch_tokens)

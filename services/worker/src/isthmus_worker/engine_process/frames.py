@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
-from isthmus.v1 import engine_ipc_pb2, generation_pb2, kv_pb2
+from isthmus.v1 import engine_ipc_pb2, generation_pb2, kv_pb2, worker_service_pb2
 
 from isthmus_core import token_ids
 from isthmus_core.block_keys import join_keys
@@ -22,6 +22,7 @@ from isthmus_worker.scheduler.events import (
     RequestFinished,
     RequestReleased,
     RequestTokens,
+    RequestTookOver,
     SchedulerEvent,
 )
 from isthmus_worker.wire.engine_frames import Abort, EngineCommand, Stop
@@ -99,6 +100,8 @@ def _request_from_pb(pb: engine_ipc_pb2.SubmitCommand) -> EngineRequest:
         cache_salt=pb.cache_salt,
         context=_holder(pb.context_instance) if pb.HasField("context_instance") else None,
         generation_waits=pb.generation_waits,
+        may_take_over=pb.may_take_over,
+        adapter=pb.adapter,
     )
 
 
@@ -125,6 +128,9 @@ def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
     match message:
         case RequestTokens(key, chunk):
             return event(tokens=engine_ipc_pb2.RequestTokens(key=key_to_pb(key), chunk=chunk_to_pb(chunk)))
+        case RequestTookOver(key, reason):
+            said = worker_service_pb2.TookOver(reason=reason)
+            return event(took_over=engine_ipc_pb2.LegTookOver(key=key_to_pb(key), event=said))
         case ContextDone(key, first, report, dp_rank):
             done = engine_ipc_pb2.ContextDone(
                 key=key_to_pb(key), first_tokens=chunks_to_pb(first), report=report_to_pb(report), dp_rank=dp_rank

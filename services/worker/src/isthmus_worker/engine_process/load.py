@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from isthmus_worker.parallel.leader import RankRunner
     from isthmus_worker.runner import ModelDescription, ModelRunner
     from kvtransfer.page_table import PageTable
+    from kvtransfer.transceiver.layer_progress import LayerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,14 @@ class LoadedModel:
     held: tuple[tuple[Held, ...], ...]
 
 
-def load_model(config: IsthmusConfig, others: Sequence[FrameSocket] = ()) -> LoadedModel:
+def load_model(
+    config: IsthmusConfig, others: Sequence[FrameSocket] = (), layers: LayerProgress | None = None
+) -> LoadedModel:
     """Loads the model, allocates its cache and warms it up, together with the `others` of an instance that is spread
-    over ranks. Raises ConfigError or StartError with the reason, RankLost when it is another rank's to tell."""
+    over ranks. `layers` are told what every step has computed. Raises ConfigError or StartError with the reason,
+    RankLost when it is another rank's to tell."""
     try:
-        runner = _runner(config, 0)
+        runner = _runner(config, 0, layers)
         description = runner.describe()
         num_blocks = _cache_blocks(config, description)
         if others:
@@ -86,10 +90,16 @@ def _held(config: IsthmusConfig, runner: ModelRunner) -> tuple[tuple[Held, ...],
     )
 
 
-def load_rank(config: IsthmusConfig, rank: int, frames: FrameSocket, on_cache: Callable[[PageTable], None]) -> Follower:
+def load_rank(
+    config: IsthmusConfig,
+    rank: int,
+    frames: FrameSocket,
+    on_cache: Callable[[PageTable], None],
+    layers: LayerProgress | None = None,
+) -> Follower:
     """Loads the part of a rank other than the first and tells the first rank. Raises ConfigError or StartError."""
     try:
-        runner = cast("RankRunner", _runner(config, rank))
+        runner = cast("RankRunner", _runner(config, rank, layers))
         follower = Follower(runner, frames, config.parallel.step_timeout_s, on_cache)
         follower.announce(rank, _cache_blocks(config, runner.describe()))
     except IsthmusError as error:
@@ -129,7 +139,7 @@ def _cache_blocks(config: IsthmusConfig, model: ModelDescription) -> tuple[int, 
     return cache_blocks(config.engine, model.block_bytes, list_windows(config, model))
 
 
-def _runner(config: IsthmusConfig, rank: int) -> ModelRunner:
+def _runner(config: IsthmusConfig, rank: int, layers: LayerProgress | None) -> ModelRunner:
     engine = config.engine
     if engine.kind == "mock":
         from isthmus_worker.mock_engine import MockRunner
@@ -155,7 +165,7 @@ def _runner(config: IsthmusConfig, rank: int) -> ModelRunner:
         raise StartError(f"engine.kind = torch: {error}; pip install 'isthmus-worker[torch]'") from error
     if (threads := engine_threads(config)) is not None:
         torch.set_num_threads(threads)
-    return TorchRunner(
+    runner = TorchRunner(
         config.model.path,
         config.model.dtype,
         rank_device(config, rank),
@@ -166,3 +176,6 @@ def _runner(config: IsthmusConfig, rank: int) -> ModelRunner:
         rank,
         cache_options(config),
     )
+    if layers is not None:
+        runner.tell_layers(layers)
+    return runner

@@ -33,7 +33,8 @@ class EngineLoop:
     """Runs on the thread that owns the model. Sleeps in the inbox when there is nothing to compute.
 
     `run` returns when the hub says stop or is gone. Whatever it raises ends the process: IsthmusError and FrameError
-    are bugs of one of the two sides, everything else comes from the model.
+    are bugs of one of the two sides, everything else comes from the model. `speaks_early`: what was said during the
+    planning of a step is sent before it is computed.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class EngineLoop:
         inbox: Inbox,
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        speaks_early: bool = False,
     ) -> None:
         self._scheduler, self._runner, self._inbox, self._outbox = scheduler, runner, inbox, outbox
-        self._clock = clock
+        self._clock, self._speaks_early = clock, speaks_early
         self._told: EngineLoad | None = None
         self._told_at = float("-inf")
         self._had_work = False
@@ -65,10 +68,13 @@ class EngineLoop:
             plan = self._scheduler.plan(self._clock())
             plan.make_copies(self._runner)
             rows = plan.rows
-            if rows:
-                self._execute(plan, rows)
-            wait_s = self._report_load(busy=bool(rows))
             try:
+                if rows and self._speaks_early:
+                    # What the step will have computed is on offer already.
+                    self._outbox.flush()
+                if rows:
+                    self._execute(plan, rows)
+                wait_s = self._report_load(busy=bool(rows))
                 self._outbox.flush()
             except ConnectionError:
                 logger.info("leaving: the hub is gone")

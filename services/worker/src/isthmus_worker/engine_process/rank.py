@@ -20,6 +20,7 @@ from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scra
 if TYPE_CHECKING:
     from isthmus_core.config import IsthmusConfig
     from kvtransfer.page_table import PageTable
+    from kvtransfer.transceiver.layer_progress import LayerProgress
 
 # Exit code when the transfer agent has failed while serving.
 AGENT_FAILED = 4
@@ -41,7 +42,14 @@ class RankRole:
     are over. Raises ConfigError or StartError.
     """
 
-    def __init__(self, config: IsthmusConfig, fd: int, page_table: PageTable, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: IsthmusConfig,
+        fd: int,
+        page_table: PageTable,
+        rank: int = 0,
+        layers: LayerProgress | None = None,
+    ) -> None:
         backend = config.transfer.backend
         if backend is None:
             raise ConfigError(f"worker.role = {config.worker.role} needs transfer.backend, for example nixl")
@@ -60,6 +68,7 @@ class RankRole:
             on_exit=self._ended,
             probing=self._probing(config, page_table),
             bouncing=policy,
+            layers=layers,
         )
         try:
             self._thread.start()

@@ -18,7 +18,7 @@ from isthmus_worker.process_engine import ExitReport, ProcessEngine
 from isthmus_worker.settings import WorkerSettings
 from isthmus_worker.wire.registration import ContextPeer, PairView
 from kvtransfer.config import TransferConfig
-from kvtransfer.hub import EngineStatus, PairStatus, PeerAddress, TransferHub
+from kvtransfer.hub import EngineStatus, PairEstimate, PairStatus, PeerAddress, TransferHub
 from kvtransfer.ports import Holder, HubToRank, HubToScheduler, RankToHub, SchedulerToHub, TransferNotice
 from kvtransfer.rank_info import InstanceRole, ModelFingerprint
 
@@ -110,6 +110,7 @@ def start_handoff(
     telemetry: WorkerTelemetry,
     tls: TlsConfig,
     on_pair: Callable[[PairView], None],
+    on_estimate: Callable[[PairEstimate], None],
     stop_instance: Callable[[str], None],
 ) -> Handoff:
     """A transfer hub between the engine process, which is ready, and the instance's peers."""
@@ -133,6 +134,7 @@ def start_handoff(
         rank_ports=[_EngineRankPort(engine, rank) for rank in range(engine.ranks)],
         deliver=deliver,
         on_pair=paired,
+        on_estimate=on_estimate,
         kill_rank=engine.kill,
         stop_instance=stop_instance,
         tracing=telemetry.tracing,

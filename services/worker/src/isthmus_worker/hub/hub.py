@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isthmus.v1 import kv_transfer_service_pb2, worker_service_pb2, worker_service_pb2_grpc
+from isthmus.v1 import kv_transfer_service_pb2, member_service_pb2, worker_service_pb2, worker_service_pb2_grpc
 
 from isthmus_core.block_keys import Keying
 from isthmus_core.config import IsthmusConfig
@@ -19,6 +19,7 @@ from isthmus_core.rpc import RpcServer
 from isthmus_worker.engine import EngineDescription, EngineLoad
 from isthmus_worker.hub.late_service import LateService
 from isthmus_worker.hub.make_engine import make_engine
+from isthmus_worker.hub.member_servicer import serve_member
 from isthmus_worker.hub.observing import WorkerTelemetry
 from isthmus_worker.hub.role_switch import RoleEdges, RoleSwitch
 from isthmus_worker.hub.servicer import Serving, WorkerServicer
@@ -38,6 +39,7 @@ from kvtransfer.rank_info import InstanceRole
 
 if TYPE_CHECKING:
     from isthmus_worker.hub.handoff import Handoff
+    from kvtransfer.hub import PairEstimate
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ _SERVER_GRACE_S = 1.0
 # Placements that were on their way when a change of role began.
 _LAST_LEGS_S = 5.0
 _KV_TRANSFER = kv_transfer_service_pb2.DESCRIPTOR.services_by_name["KvTransferService"]
+_MEMBER = member_service_pb2.DESCRIPTOR.services_by_name["MemberService"]
 
 
 class Hub:
@@ -60,6 +63,7 @@ class Hub:
         self._server = RpcServer(config.tls)
         self._servicer = WorkerServicer(settings.role)
         self._transfer_service = LateService(_KV_TRANSFER.full_name)
+        self._member_service = LateService(_MEMBER.full_name)
         self._telemetry: WorkerTelemetry | None = None
         self._lock: InstanceLock | None = None
         self._engine: ProcessEngine | None = None
@@ -101,6 +105,9 @@ class Hub:
         if self._settings.transfer is not None:
             self._server.expose(kv_transfer_service_pb2.DESCRIPTOR)
             self._server.server.add_generic_rpc_handlers((self._transfer_service,))
+        if self._settings.coordinator is None:
+            self._server.expose(member_service_pb2.DESCRIPTOR)
+            self._server.server.add_generic_rpc_handlers((self._member_service,))
         address = join_address(self._settings.listen_host, self._settings.listen_port)
         port = await self._server.start(address, "worker.listen")
         self._health_task = asyncio.create_task(self._follow_health())
@@ -141,6 +148,7 @@ class Hub:
             telemetry=telemetry,
             tls=self._config.tls,
             on_pair=self._on_pair,
+            on_estimate=self._on_estimate,
             stop_instance=self._give_up,
         )
         self._handoff.serve_on(self._transfer_service)
@@ -169,6 +177,7 @@ class Hub:
             kv_events=None if self._engine is None else self._engine.kv_events,
         )
         self._registration.set_load(self._load())
+        serve_member(self._member_service, self._registration)
         await self._registration.start(self._settings.start_timeout_s)
 
     def _keying(self, description: EngineDescription) -> Keying | None:
@@ -297,6 +306,10 @@ class Hub:
             self._registration.set_pair(pair)
             # A stream that broke or came back changes what is in doubt, which the engine knows nothing of.
             self._registration.set_load(self._load())
+
+    def _on_estimate(self, estimate: PairEstimate) -> None:
+        if self._registration is not None:
+            self._registration.set_estimate(estimate)
 
     def _on_peers(self, peers: Sequence[ContextPeer]) -> None:
         if self._handoff is not None:

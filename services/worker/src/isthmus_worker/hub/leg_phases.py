@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from isthmus_worker.marks import Mark
 
 _SPAN_NAMES = {MarkKind.QUEUE: "queue", MarkKind.CONSENSUS: "consensus", MarkKind.DECODE: "decode"}
+# Moments of the engine are told in Unix time when its report comes: the two clocks may have drifted meanwhile.
+_CLOCKS_APART_NS = 1_000_000
 _EVENT_NAMES = {MarkKind.FIRST_TOKEN: "first_token", MarkKind.PREEMPTED: "preempted"}
 
 
@@ -47,6 +49,19 @@ def _from_durations(report: LegReport, began_ns: int, end_ns: int) -> list[Entry
         decode_ns = min(_ns(report.decode), end_ns - began_ns)
         entries.append(Entry(MarkKind.DECODE, end_ns - decode_ns, decode_ns, (0, report.decode_tokens)))
     return entries
+
+
+def agreed(entries: Sequence[Entry], heard_ns: int | None) -> list[Entry]:
+    """The phases with one more, `consensus`: from `heard_ns`, when the hub knew how the last hand-off had ended, to the
+    step in which all ranks act on it. That step is numbered and the same for all: it is their agreement."""
+    if heard_ns is None:
+        return list(entries)
+    acts = (MarkKind.PREFILL_CHUNK, MarkKind.DECODE)
+    for index, entry in enumerate(entries):
+        if entry.kind in acts and entry.begin_ns >= heard_ns - _CLOCKS_APART_NS:
+            took_ns = max(0, entry.begin_ns - heard_ns)
+            return [*entries[:index], Entry(MarkKind.CONSENSUS, heard_ns, took_ns), *entries[index:]]
+    return list(entries)  # the leg has ended before any step
 
 
 def emit_phases(tracing: Tracing, leg: Span, entries: Sequence[Entry]) -> None:

@@ -12,7 +12,7 @@ from isthmus_core.metrics import Metrics
 from isthmus_core.metrics import workers as metric
 from isthmus_core.tracing import Span, TraceContext, Tracing
 from isthmus_worker.engine import EngineRequest, FinishReason, LegReport, RequestType
-from isthmus_worker.hub.leg_phases import emit_phases, phases
+from isthmus_worker.hub.leg_phases import agreed, emit_phases, phases
 from isthmus_worker.hub.timelines import LegTimeline, Timelines
 from kvtransfer.ports import RequestKey
 
@@ -44,11 +44,15 @@ class LegTelemetry:
             for entry in phases(report, timeline.begin_ns, timeline.end_ns):
                 timeline.note(entry)
 
-    def handoff_failed(self, key: RequestKey, reason: str) -> None:
-        """A hand-off that an open leg was waiting for did not come through."""
+    def handoff_ended(self, key: RequestKey, failure: str) -> None:
+        """The hub tells the engine how a hand-off has ended that an open leg was waiting for; `failure`: why it did not
+        come through, or ""."""
         leg = self.open.get(key)
-        if leg is not None:
-            leg.event("handoff_failed", reason)
+        if leg is None:
+            return
+        leg.heard_ns = time.time_ns()
+        if failure:
+            leg.event("handoff_failed", failure)
 
 
 class LegSpan:
@@ -65,6 +69,8 @@ class LegSpan:
         self.context: TraceContext | None = self._span.context
         # What the engine has said, as soon as it has.
         self.report: LegReport | None = None
+        # When its last hand-off ended, in Unix time.
+        self.heard_ns: int | None = None
         # A second leg of the same key is refused; the first one's record stays.
         if request.key not in telemetry.open:
             telemetry.open[request.key] = self
@@ -112,7 +118,7 @@ class LegSpan:
             del telemetry.open[self._request.key]
         if report is not None:
             timeline.cached_tokens = report.cached_tokens
-            entries = phases(report, timeline.begin_ns, end_ns)
+            entries = agreed(phases(report, timeline.begin_ns, end_ns), self.heard_ns)
             for entry in entries:
                 timeline.note(entry)
             if self._span.recording:

@@ -137,7 +137,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         request = replace(request, trace=span.context)
         reasons: list[FinishReason] = []
         try:
-            last = await self._stream(serving, request, context, reasons)
+            last = await self._stream(serving, request, context, reasons, pb.gather_us / 1e6)
         except IsthmusError as error:
             span.fail(error.code.name.lower(), error.message)
             logger.info("leg failed: %s", error.message, extra=about(request.key, span.context))
@@ -153,10 +153,10 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             span.succeed(last.report, reasons)
 
     async def _stream(
-        self, serving: Serving, request: EngineRequest, context: _Context, reasons: list[FinishReason]
+        self, serving: Serving, request: EngineRequest, context: _Context, reasons: list[FinishReason], gather_s: float
     ) -> EngineOutput | None:
-        """Pass the leg's events on; returns the last one. Why answers ended goes to `reasons`. What the caller did not
-        get is cancelled or withdrawn."""
+        """Pass the leg's events on; returns the last one. Why answers ended goes to `reasons`. `gather_s`: see
+        WorkerServiceGenerateRequest. What the caller did not get is cancelled or withdrawn."""
         engine = serving.engine
         # Outside of the try: when this refuses a duplicate, the live leg of that key is somebody else's.
         events = engine.submit(request)
@@ -166,6 +166,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 if isinstance(last, Tokens) and last.reason is not None:
                     reasons.append(last.reason)
                 await context.write(event_to_pb(last, request, serving.here))
+                if gather_s and isinstance(last, Tokens):
+                    await events.gather(gather_s)
         except IsthmusError:
             raise  # the engine itself has ended the leg
         except BaseException as error:

@@ -89,11 +89,14 @@ class TransferTelemetry:
             self._unsettled.add(key)
         name = _outcome(outcome.failure)
         self._metrics.add(metric.HANDOFFS, 1, name)
-        if outcome.failure is not TransferFailure.NONE:
-            self._legs.handoff_failed(key, outcome.reason or name)
+        delivered = outcome.failure is TransferFailure.NONE
+        self._legs.handoff_ended(key, "" if delivered else outcome.reason or name)
+        stats = outcome.stats
+        if stats is not None and stats.writers.scatter:
+            # The other parts of a write are counted where it is written.
+            self._metrics.record(metric.TRANSFER_TIME, stats.writers.scatter, stats.writers.path, "scatter")
         timeline = self._legs.timelines.get(key)
         if timeline is not None:
-            stats = outcome.stats
             took_ns = 0 if stats is None else round(stats.total * 1e9)
             writers = None if stats is None else stats.writers
             begin_ns = time.time_ns() - took_ns

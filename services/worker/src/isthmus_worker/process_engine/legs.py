@@ -8,13 +8,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Self
 
 from isthmus_core.errors import DuplicateRequest, InternalError, IsthmusError, WorkerLost
+from isthmus_core.generation import joined
 from isthmus_core.keys import RequestKey
-from isthmus_worker.engine import ContextReady, EngineOutput, EngineRequest, RequestType, Tokens
+from isthmus_worker.engine import ContextReady, EngineOutput, EngineRequest, RequestType, Tokens, TookOver
 from isthmus_worker.wire.engine_frames import LegEnded, LegReleased, LegTokens
+
+# Longer messages save nothing, and joining them costs.
+_MOST_TOGETHER = 64
 
 
 class LegStream(AsyncIterator[EngineOutput]):
     """Events of one leg for one consumer: any number of `Tokens`, then one `ContextReady` or `Finished`, or it raises.
+    Tokens that have not been read when others come are read with them.
 
     Closing it before its end cancels the leg.
     """
@@ -24,7 +29,7 @@ class LegStream(AsyncIterator[EngineOutput]):
         self.phase = "hand-off" if request.request_type is RequestType.GENERATION_ONLY else "prefill"
         self._on_close = on_close
         self._events: deque[EngineOutput | IsthmusError] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived, self._ended = asyncio.Event(), asyncio.Event()
         self._over = False
         self._finished = False
 
@@ -35,12 +40,35 @@ class LegStream(AsyncIterator[EngineOutput]):
         if isinstance(event, Tokens):
             if self.request.request_type is not RequestType.CONTEXT_ONLY:
                 self.phase = "decode"
+        elif isinstance(event, TookOver):
+            self.phase = "prefill"
         else:
             self._over = True
             if isinstance(event, ContextReady):
                 self.phase = "hand-off"
-        self._events.append(event)
+        if not (isinstance(event, Tokens) and self._join(event)):
+            self._events.append(event)
         self._arrived.set()
+        if self._over:
+            self._ended.set()
+
+    def _join(self, tokens: Tokens) -> bool:
+        """Let them go with those that wait to be read: a message costs as much as a hundred tokens in it."""
+        last = self._events[-1] if self._events else None
+        if not isinstance(last, Tokens) or len(last.ids) >= _MOST_TOGETHER:
+            return False
+        both = joined(last, tokens)
+        if both is not None:
+            self._events[-1] = both
+        return both is not None
+
+    async def gather(self, seconds: float) -> None:
+        """Give tokens so much time to come together; less when the leg ends before."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            pass
 
     def __aiter__(self) -> Self:
         return self
@@ -52,7 +80,7 @@ class LegStream(AsyncIterator[EngineOutput]):
             self._arrived.clear()
             await self._arrived.wait()
         event = self._events.popleft()
-        if isinstance(event, Tokens):
+        if isinstance(event, Tokens | TookOver):
             return event
         self._finished = True
         if isinstance(event, IsthmusError):
@@ -66,6 +94,7 @@ class LegStream(AsyncIterator[EngineOutput]):
         self._finished = True
         self._events.clear()
         self._arrived.set()
+        self._ended.set()
         self._on_close(self.request.key)
 
 
@@ -105,8 +134,8 @@ class OpenLegs:
         if stream is None:
             return
         match event:
-            case LegTokens(_, tokens):
-                stream.put(tokens)
+            case LegTokens(_, said):
+                stream.put(said)
             case LegEnded(end=end):
                 stream.put(end)
             case LegReleased(key):

@@ -4,6 +4,7 @@ from isthmus_worker.scheduler.events import ContextDone as ContextDone
 from isthmus_worker.scheduler.events import RequestFinished as RequestFinished
 from isthmus_worker.scheduler.events import RequestReleased as RequestReleased
 from isthmus_worker.scheduler.events import RequestTokens as RequestTokens
+from isthmus_worker.scheduler.events import RequestTookOver as RequestTookOver
 from isthmus_worker.scheduler.events import SchedulerEvent as SchedulerEvent
 from isthmus_worker.scheduler.handoffs import Handoffs as Handoffs
 from isthmus_worker.scheduler.handoffs import Held as Held

@@ -22,6 +22,14 @@ class RequestTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTookOver:
+    """A generation leg goes on without its context leg. Comes before any of its tokens."""
+
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContextDone:
     """A context leg is over and its pages are offered. Ends the client's side, as RequestFinished does.
 
@@ -51,4 +59,4 @@ class RequestReleased:
     key: RequestKey
 
 
-SchedulerEvent = RequestTokens | ContextDone | RequestFinished | RequestReleased | KvEvent
+SchedulerEvent = RequestTokens | RequestTookOver | ContextDone | RequestFinished | RequestReleased | KvEvent

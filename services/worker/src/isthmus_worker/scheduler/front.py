@@ -1,7 +1,7 @@
 """The schedulers of all attention-dp groups of an instance as one: each group has its own requests and its own cache,
 and all of them compute in the same step.
 
-    submit ──▶ least loaded group          plan: rows of group 0 | rows of group 1 | …  ──▶ one step of all ranks
+    submit ──▶ one of the groups           plan: rows of group 0 | rows of group 1 | …  ──▶ one step of all ranks
     outcome ──▶ the group that has the request; a group without work joins with no rows
 """
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from isthmus_worker.scheduler.step import StepPlan
     from kvtransfer.ports import HubToScheduler
     from kvtransfer.transceiver.scheduler import SchedulerTransceiver
+
+# A prompt that is all in the cache of a group makes up for so many requests more that the group has: not for any
+# number of them, or one popular beginning would leave the other groups idle.
+_CACHED_PROMPT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,18 @@ class Front:
         """See Scheduler."""
         if request.key in self._group_of:
             raise DuplicateRequest(request.key.request_id)
-        group = min(range(len(self._schedulers)), key=lambda one: self._schedulers[one].live)
-        self._schedulers[group].submit(request, now)
-        if len(self._schedulers) > 1:
-            self._group_of[request.key] = group
+        if len(self._schedulers) == 1:
+            self._schedulers[0].submit(request, now)
+            return
+        names = self._schedulers[0].prompt_names(request)
+        group = min(range(len(self._schedulers)), key=lambda one: self._cost(one, request, names))
+        self._schedulers[group].submit(request, now, names)
+        self._group_of[request.key] = group
+
+    def _cost(self, group: int, request: EngineRequest, names: Sequence[bytes]) -> float:
+        """Of a request there, in requests that are there already."""
+        scheduler = self._schedulers[group]
+        return scheduler.live - _CACHED_PROMPT * scheduler.cached_share(request, names)
 
     def abort(self, key: RequestKey) -> None:
         """See Scheduler."""

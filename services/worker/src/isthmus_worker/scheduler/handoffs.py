@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isthmus_worker.engine import Tokens
     from isthmus_worker.scheduler.request import Request
     from kvtransfer.ports import BindFailed, BindNews, Holder, ReceiveOutcome, SendOutcome
+    from kvtransfer.transceiver.layer_progress import LayerProgress
     from kvtransfer.transceiver.policy import Next
 
 
@@ -36,6 +37,7 @@ class Transceiver(Protocol):
         *,
         is_last: bool = True,
         dp_rank: int = 0,
+        step: int = 0,
     ) -> None: ...
 
     def bind_context(self, key: RequestKey, dp_rank: int = 0) -> None: ...
@@ -56,6 +58,9 @@ class Transceiver(Protocol):
 
     def give_up(self, key: RequestKey) -> Next: ...
 
+    @property
+    def recomputes(self) -> bool: ...
+
     def can_hold(self, blocks: int) -> bool: ...
 
     def cancel_request(self, key: RequestKey) -> bool: ...
@@ -73,7 +78,8 @@ class Held:
 class Handoffs:
     """Of one attention-dp group, `dp_rank`, whose ranks hold what `held` says. Blocks are given as one array for each
     block list of the cache. `hold_s`: how long a context instance holds pages, for the text of the error.
-    `reserve_early`: a generation leg takes its pages before its context leg is scheduled.
+    `reserve_early`: a generation leg takes its pages before its context leg is scheduled. `layers`: of the model; the
+    end of a prompt is offered before it is computed, to be sent layer by layer.
     """
 
     def __init__(
@@ -84,20 +90,27 @@ class Handoffs:
         dp_rank: int = 0,
         *,
         reserve_early: bool = False,
+        layers: LayerProgress | None = None,
     ) -> None:
         self._transceiver, self._held, self._hold_s = transceiver, tuple(held), hold_s
-        self.dp_rank, self.reserve_early = dp_rank, reserve_early
+        self.dp_rank, self.reserve_early, self._layers = dp_rank, reserve_early, layers
 
     def bind(self, request: Request) -> None:
         """The context leg is scheduled: a generation leg that waits for it may expose its pages."""
         self._transceiver.bind_context(request.key, self.dp_rank)
 
-    def offer(self, request: Request, blocks: tuple[NDArray[np.int32], ...], end: int) -> None:
+    @property
+    def by_layer(self) -> bool:
+        """True when the end of a prompt is offered before it is computed."""
+        return self._layers is not None
+
+    def offer(self, request: Request, blocks: tuple[NDArray[np.int32], ...], end: int, *, early: bool = False) -> None:
         """Offers the KV of the prompt up to token `end`, whose blocks are given. They stay pinned until the
-        SendOutcome."""
+        SendOutcome. `early`: the next step computes it."""
+        step = self._layers.next_step if early and self._layers is not None else 0
         tokens, is_last = TokenRange(request.offered, end), end == request.prompt_length
         self._transceiver.respond_and_send_async(
-            request.key, tokens, self._lists(blocks), is_last=is_last, dp_rank=self.dp_rank
+            request.key, tokens, self._lists(blocks), is_last=is_last, dp_rank=self.dp_rank, step=step
         )
         request.offered = end
 
@@ -157,6 +170,11 @@ class Handoffs:
     def give_up(self, key: RequestKey) -> Next:
         """In place of another try."""
         return self._transceiver.give_up(key)
+
+    def may_take_over(self, request: Request, news: BindFailed) -> bool:
+        """True when a leg whose context leg is lost computes the prompt itself."""
+        known = news.failure is not TransferFailure.PEER_UNKNOWN
+        return known and request.source.may_take_over and self._transceiver.recomputes
 
     def can_hold(self, blocks: int) -> bool:
         """True when so many more blocks may be held for generation instances."""

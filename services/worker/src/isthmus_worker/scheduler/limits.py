@@ -20,7 +20,8 @@ _LEGS_OF_ROLE = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes of the model, the cache and the batch. `role` as in worker.role, or "any" where that can change.
-    `draft_tokens`: guesses that a context leg sends along with its first token."""
+    `draft_tokens`: guesses that a context leg sends along with its first token. `adapters`: names of LoRA adapters.
+    `fill_gate`: decoding waits until so many caches have arrived since the instance was idle."""
 
     role: str
     vocab_size: int
@@ -31,6 +32,8 @@ class Limits:
     max_batch_tokens: int
     max_waiting: int
     draft_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+    fill_gate: int = 0
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest when the request can never run here, naming the field and what would be accepted."""
@@ -40,6 +43,9 @@ class Limits:
             raise InvalidRequest(
                 "request_type", request.request_type.name, f"this instance has role {self.role} and takes {names}"
             )
+        if request.adapter and request.adapter not in self.adapters:
+            known = f"known here are {', '.join(sorted(self.adapters))}" if self.adapters else "this instance has none"
+            raise InvalidRequest("adapter", request.adapter, known)
         self._check_tokens("prompt", request.prompt)
         check_sampling(request.sampling, self.vocab_size)
         self._check_context_phase(request)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from isthmus_core import block_keys
 from isthmus_worker.cache.base import Need, blocks_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from isthmus_core.keys import RequestKey
     from isthmus_worker.cache.base import CacheManager, Copy, Prefix
+    from isthmus_worker.engine import EngineRequest
     from isthmus_worker.scheduler.answer import Answer
     from isthmus_worker.scheduler.request import Request
 
@@ -76,11 +78,27 @@ class Memory:
         answer.computed = 0 if receive else known
         return True
 
+    def prompt_names(self, request: EngineRequest) -> list[bytes]:
+        """Names of the whole blocks of a prompt that is not an answer's yet; none when nothing is reused here."""
+        if self._root is None:
+            return []
+        tokens = np.array(request.prompt, "<u4").tobytes()
+        return block_keys.chain(self._root(request.cache_salt), tokens, self.cache.tokens_per_block)
+
+    def cached_tokens(self, names: Sequence[bytes], prompt: int, *, receive: bool) -> int:
+        """Tokens at the beginning of a prompt of so many tokens that need not be computed, or received, now."""
+        names = names[: (prompt - 1) // self.cache.tokens_per_block]
+        prefix = self.cache.find_received(names, prompt) if receive else self.cache.find(names)
+        return self._full_blocks([len(one) for one in prefix.lists]) * self.cache.tokens_per_block
+
     def reused_tokens(self, answer: Answer) -> int:
         """Tokens at its beginning that were here when it was admitted, in the lists that keep everything."""
-        blocks = zip(answer.reused, self.cache.windows, strict=True)
-        full = [count for count, window in blocks if window is None] or answer.reused
-        return min(full) * self.cache.tokens_per_block
+        return self._full_blocks(answer.reused) * self.cache.tokens_per_block
+
+    def _full_blocks(self, counts: Sequence[int]) -> int:
+        """The smallest count of the lists that keep everything; of all lists when none does."""
+        full = [count for count, window in zip(counts, self.cache.windows, strict=True) if window is None]
+        return min(full or counts)
 
     def can_step(self, answer: Answer, count: int) -> bool:
         """True when the next `count` tokens of an answer have blocks, or can have them."""

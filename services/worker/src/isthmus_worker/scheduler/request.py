@@ -26,6 +26,7 @@ class Request:
     __slots__ = (
         "accepted_drafts",
         "admitted_at",
+        "alone",
         "answers",
         "arrival",
         "bound",
@@ -75,6 +76,8 @@ class Request:
         self.over = False
         # Generation leg: the cache has been here, so that a preemption is followed by computing, not by a hand-off.
         self.received = False
+        # Its context leg will not tell the first tokens any more: they are drawn here, as for an unsplit request.
+        self.alone = False
         # It failed for good: the prompt is computed here. Its pages are set aside while a peer may still touch them.
         self.recomputed = self.set_aside = False
         self.handoff_failures: list[str] = []
@@ -131,9 +134,14 @@ class Request:
         return self.leg is RequestType.GENERATION_ONLY and not self.received
 
     @property
+    def knows_first(self) -> bool:
+        """True when the first tokens were drawn elsewhere: by the context leg."""
+        return self.leg is RequestType.GENERATION_ONLY and not self.alone
+
+    @property
     def awaits_first(self) -> bool:
-        """True for a generation leg that its context leg has not told the first tokens yet."""
-        return self.source.context is not None and self.first is None
+        """True for a generation leg that its context leg has not told the first tokens yet, and still may."""
+        return self.source.context is not None and self.first is None and not self.alone
 
     def parting(self, answer: Answer) -> list[Tokens]:
         """Answers that will take places and blocks of their own beside this one, once it has its first token."""
@@ -148,7 +156,7 @@ class Request:
             places = range(count + 1)
             return tuple(Draw(sampling, sample, answer.prompt(), answer.output(at), count - at) for at in places)
         own = Draw(sampling, sample, answer.prompt(), answer.output())
-        if answer is not self.lead or not self.unborn or self.leg is RequestType.GENERATION_ONLY:
+        if answer is not self.lead or not self.unborn or self.knows_first:
             return (own,)
         # None of them has an output yet.
         return (own, *(Draw(sampling, one.sample, own.prompt, own.output) for one in self.unborn))
@@ -166,14 +174,14 @@ class Request:
         """A step has drawn `count` tokens of this leg."""
         self.leg_tokens += count
         self.last_token_at = now
-        if self.prefilled_at is None and self.leg is not RequestType.GENERATION_ONLY:
+        if self.prefilled_at is None and not self.knows_first:
             self.prefilled_at = now
 
     def report(self) -> LegReport:
         """Where the time of this leg went so far."""
         admitted, generation = self.admitted_at, self.leg is RequestType.GENERATION_ONLY
         queued = None if admitted is None else admitted - self.submitted_at
-        first = 0 if generation or not self.leg_tokens else self.source.sampling.n
+        first = 0 if self.knows_first or not self.leg_tokens else self.source.sampling.n
         return LegReport(
             context_queue=None if generation else queued,
             prefill=_between(admitted, self.prefilled_at),

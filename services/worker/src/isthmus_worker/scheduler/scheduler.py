@@ -71,9 +71,18 @@ class Scheduler:
         """Requests of which anything is left."""
         return len(self._live.requests)
 
-    def submit(self, request: EngineRequest, now: float) -> None:
-        """Takes a request into the queue. Raises InvalidRequest, Overloaded or DuplicateRequest; nothing is kept then,
-        and no event is emitted."""
+    def prompt_names(self, request: EngineRequest) -> list[bytes]:
+        """Names of the whole blocks of a request's prompt."""
+        return self._memory.prompt_names(request)
+
+    def cached_share(self, request: EngineRequest, names: Sequence[bytes]) -> float:
+        """How much of a prompt with these names is here, in [0, 1)."""
+        prompt, receive = len(request.prompt), request.request_type is RequestType.GENERATION_ONLY
+        return self._memory.cached_tokens(names, prompt, receive=receive) / prompt if names else 0.0
+
+    def submit(self, request: EngineRequest, now: float, names: Sequence[bytes] = ()) -> None:
+        """Takes a request into the queue. `names`: of its prompt, when they are known. Raises InvalidRequest,
+        Overloaded or DuplicateRequest; nothing is kept then, and no event is emitted."""
         if request.key in self._live.requests:
             raise DuplicateRequest(request.key.request_id)
         self._limits.check(request)
@@ -83,6 +92,7 @@ class Scheduler:
         if waiting >= limit:
             raise Overloaded("engine.max_waiting", limit, self._rate.wait_s(waiting, now))
         taken = Request(request, self._arrivals, now)
+        taken.lead.names = list(names)
         self._arrivals += 1
         self._live.requests[taken.key] = taken
         if self._transfers is not None and request.context is not None:
@@ -110,7 +120,8 @@ class Scheduler:
         self._planned_at = now
         step = StepPlan(self._steps, self._limits.max_batch_tokens, self._live.copies)
         self._live.copies = []
-        decoding = [one for one in self._places.running if one.phase is Phase.DECODE]
+        filling = self._transfers is not None and self._transfers.arrived < self._limits.fill_gate
+        decoding = [one for one in self._places.running if one.phase is Phase.DECODE and not filling]
         prompts = self._places.waiting or len(decoding) < len(self._places.running)
         share = self._share_of_prompts(step.left) if prompts else 0
         if len(decoding) > step.left - share:
@@ -124,6 +135,10 @@ class Scheduler:
             if fits:
                 step.add(answer, self._memory.lists(answer))
         self._decode(step, decoding, 0, now)
+        if self._transfers is not None:
+            for answer, row in zip(step.answers, step.rows, strict=True):
+                if row.draws and answer.phase is Phase.PREFILL:
+                    self._transfers.offer_early(answer)
         self._tell_cache()
         return step
 
@@ -142,14 +157,16 @@ class Scheduler:
                 self._fail(answer.request)
                 continue
             self._memory.commit(answer)
-            if answer.request.unborn and answer.request.received and answer.computed >= answer.request.prompt_length:
-                self._live.part(answer.request)
+            request = answer.request
+            computed = request.received and answer.computed >= request.prompt_length
+            if request.unborn and request.knows_first and computed:
+                self._live.part(request)
             if tried:
                 self._take_guessed(answer, taken, len(tried), now)
             elif row.draws:
                 self._take(answer, taken, now)
-            elif answer.request.bound and self._transfers is not None:
-                self._transfers.offer_chunk(answer.request)
+            elif request.bound and self._transfers is not None:
+                self._transfers.offer_chunk(request)
 
     def load(self) -> EngineLoad:
         """Counts as of now. Blocks that are only kept for reuse are not used; those in doubt are the hub's to know."""
@@ -173,6 +190,8 @@ class Scheduler:
         if self.live:
             raise InternalError(f"{self.live} requests are left")
         self._places.check_empty()
+        if self._transfers is not None:
+            self._transfers.arrived = 0
 
     # --- steps
 

@@ -9,7 +9,8 @@ RECEIVING ─┼─ failed for good, recompute ──▶ WAITING: the prompt is 
 When both legs of a request start at once, the generation leg is AWAITING until its context leg is scheduled (Bound), or
 queues for its pages meanwhile and asks for the cache when it has both (`reserve_early`). It goes on when both the cache
 and the first tokens are here. The context leg offers whole blocks after every step of its prefill, and says what it has
-sampled before it offers the last ones: whoever has the whole cache can count on it.
+sampled before it offers the last ones: whoever has the whole cache can count on it. A generation leg whose context leg
+is lost before it has said them goes on alone, as a request that was never divided, unless failed hand-offs shall fail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from isthmus_core.errors import InternalError, InvalidRequest, TransferFailed
 from isthmus_worker.engine import HandoffReport, RequestType, Tokens
 from isthmus_worker.scheduler.answer import Answer, Phase
-from isthmus_worker.scheduler.events import ContextDone
+from isthmus_worker.scheduler.events import ContextDone, RequestTookOver
 from kvtransfer.ports import BindFailed, Bound, FirstTokensArrived, TransferFailure
 from kvtransfer.transceiver.policy import Next
 
@@ -42,6 +43,8 @@ class Transfers:
         self._places, self._memory = places, memory
         self.offered: set[RequestKey] = set()
         self.awaiting: set[RequestKey] = set()
+        # Caches that have come, whole and on every rank, since the instance was idle.
+        self.arrived = 0
         # The transceiver was asked to cancel and has not said yet that the blocks may be freed.
         self._cancelling: dict[RequestKey, Request] = {}
         # Legs that take their pages before their context legs are scheduled; None: they still queue for them.
@@ -89,6 +92,14 @@ class Transfers:
         if end > request.offered:
             self._handoffs.offer(request, self._memory.offered_lists(request.lead, end), end)
 
+    def offer_early(self, answer: Answer) -> None:
+        """The step that has been planned computes the end of the prompt of a bound leg: its layers may be sent as they
+        are computed. What was sampled is said after the step, as ever; a step that fails withdraws the request."""
+        request = answer.request
+        if request.bound and self._handoffs.by_layer and request.offered < request.prompt_length:
+            lists = self._memory.offered_lists(answer, request.prompt_length)
+            self._handoffs.offer(request, lists, request.prompt_length, early=True)
+
     def receive(self, answer: Answer) -> None:
         """Exposes the pages of a prompt and asks for its cache; keeps them while nobody can be asked yet."""
         if answer.request.key in self._early:
@@ -102,8 +113,9 @@ class Transfers:
         self.offered.add(request.key)
         if request.bound:
             self._handoffs.send_first(request, first_tokens)
-        lists = self._memory.offered_lists(request.lead, request.prompt_length)
-        self._handoffs.offer(request, lists, request.prompt_length)
+        if request.offered < request.prompt_length:
+            lists = self._memory.offered_lists(request.lead, request.prompt_length)
+            self._handoffs.offer(request, lists, request.prompt_length)
         request.over = True
         self._live.emit(ContextDone(request.key, first_tokens, request.report(), self._handoffs.dp_rank))
 
@@ -152,8 +164,26 @@ class Transfers:
             case FirstTokensArrived(_, payload):
                 self._first(request, payload)
             case BindFailed():
-                self._live.finish(request, self._handoffs.unbound(request, news))
-                self.cancel(request)
+                self._unbound(request, news)
+
+    def _unbound(self, request: Request, news: BindFailed) -> None:
+        if not self._handoffs.may_take_over(request, news):
+            self._live.finish(request, self._handoffs.unbound(request, news))
+            self.cancel(request)
+            return
+        request.alone = True
+        reason = news.reason or news.failure.name.lower().replace("_", " ")
+        if not request.recomputed:
+            request.handoff_failures.append(reason)
+        self._live.emit(RequestTookOver(request.key, reason))
+        waits_early, lead = request.key in self._early, request.lead
+        self._early.pop(request.key, None)
+        if lead.phase is Phase.RECEIVING and (waits_early or request.received):
+            self._recompute(request, settled=True)
+        elif lead.phase is not Phase.RECEIVING:  # what was asked for has its own outcome
+            request.received = request.recomputed = True
+            if lead.phase is Phase.AWAITING:
+                self._compute_here(request)
 
     def _first(self, request: Request, payload: bytes) -> None:
         try:
@@ -183,10 +213,10 @@ class Transfers:
     def _received(self, request: Request, outcome: ReceiveOutcome) -> None:
         step, lead = self._handoffs.next_step(outcome), request.lead
         waiting = lead.phase is Phase.RECEIVING
-        if waiting and outcome.failure is not TransferFailure.NONE:
+        if waiting and outcome.failure is not TransferFailure.NONE and not request.alone:
             request.handoff_failures.append(outcome.reason or outcome.failure.name.lower().replace("_", " "))
         if step is Next.RETRY:
-            if waiting and self._memory.renew(lead):
+            if waiting and not request.alone and self._memory.renew(lead):
                 self.receive(lead)
                 return
             step = self._handoffs.give_up(request.key)
@@ -209,9 +239,13 @@ class Transfers:
         lead, stats = request.lead, outcome.stats
         request.handoff = None if stats is None else HandoffReport(stats.writers, stats.total)
         request.received = True
+        self.arrived += 1
         lead.computed = request.prompt_length
         self._memory.commit(lead)
-        if not request.awaits_first:
+        if request.alone:
+            # The last token has to be computed; what has arrived is found again.
+            self._recompute(request, settled=True)
+        elif not request.awaits_first:
             self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -230,7 +264,7 @@ class Transfers:
             request.set_aside = True
             self._memory.set_aside(request.lead)
         self._places.requeue(request.lead)
-        if request.source.context is not None:
+        if request.source.context is not None and not request.alone:
             self._places.drop(request.lead)
             request.start(Phase.AWAITING)
             if request.first is None:

@@ -112,6 +112,12 @@ class KvPool:
             cache[to] = cache[from_]
         self._written_to[number][dst] = -1
 
+    def make_finite(self, blocks: NDArray[np.integer], number: int) -> None:
+        """What is not finite in these blocks, int[N], of one block list becomes 0."""
+        ids = torch.as_tensor(np.unique(blocks), dtype=torch.int64, device=self.device)
+        for cache in self._caches_of(number):
+            cache[ids] = cache[ids].nan_to_num_(0.0, 0.0, 0.0)
+
     def _caches_of(self, number: int) -> list[Tensor]:
         return [cache for cache, pool in zip(self._caches, self._pools, strict=True) if pool.number == number]
 

@@ -9,6 +9,7 @@ those of its own group only: the sum after attention brings the groups together,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,8 @@ class Decoder:
         self.config = config
         self.shard = shard or shard_of(config, ParallelConfig(), 0)
         self.collectives: Collectives = Alone()
+        # Called with the index of each layer of this rank when the kernels that write its K and V are launched.
+        self.on_layer: Callable[[int], None] | None = None
         self._dtype, self._device = dtype, device
         first, last = self.shard.is_first, self.shard.is_last
         begin, end = self.shard.vocab
@@ -147,6 +150,8 @@ class Decoder:
             heads = None
             if attend is not None:
                 heads = attend(index, self._queries_keys_values(layer, hidden[own], cos, sin))
+            if self.on_layer is not None:
+                self.on_layer(index)
             hidden = self._add(hidden, layer.output, heads, own)
             inner = gated_silu(layer.gate_up(self._normed(hidden, layer.mlp_norm)))
             hidden = self._add(hidden, layer.down, inner, slice(None))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtransfer.page_table import PageTable
+    from kvtransfer.transceiver.layer_progress import LayerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class TorchRunner:
         )
         self._pool: KvPool | None = None
         self._attention: AttentionBackend | None = None
+        self._layers: LayerProgress | None = None
 
     def describe(self) -> ModelDescription:
         """Sizes and identity of the model."""
@@ -160,6 +162,18 @@ class TorchRunner:
         """The way to the other ranks."""
         self._model.collectives = collectives
 
+    def tell_layers(self, layers: LayerProgress) -> None:
+        """From the first step on `layers` is told which of them have their KV in memory."""
+        self._layers, self._model.on_layer = layers, self._layer_done
+
+    def _layer_done(self, index: int) -> None:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        if self._layers is not None:
+            self._layers.done(self.shard.layers[index] + 1, event)
+
     @torch.inference_mode()
     def zero_cache(self) -> None:
         """Back to the state before the warm-up."""
@@ -172,6 +186,8 @@ class TorchRunner:
         Only rank 0 draws tokens."""
         if not rows:
             return []
+        if self._layers is not None:
+            self._layers.begin()
         step, logits = self._compute(rows)
         drawn: list[tuple[Drawn, ...]] = [()] * len(rows)
         wanted: list[int] = [] if logits is None else step.wanted.tolist()
@@ -181,6 +197,8 @@ class TorchRunner:
             for row, answer in zip(wanted, draw_tokens(logits, points), strict=True):
                 drawn[row] += answer
         self._finish()
+        if self._layers is not None:
+            self._layers.end()
         bad = sorted(row for row in set(wanted) if len(drawn[row]) < len(rows[row].draws))
         for row in bad:
             drawn[row] = ()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from isthmus_core.errors import ConfigError
+from isthmus_worker.vllm_engine.adapters import adapter_arguments
 
 if TYPE_CHECKING:
     from isthmus_core.config import IsthmusConfig
+    from isthmus_worker.vllm_engine.model import ModelIdentity
 
 _ROLES = {"context": "kv_producer", "generation": "kv_consumer"}
 # What the worker decides itself, and where the user says it instead.
@@ -24,9 +26,7 @@ _OURS = {
 }
 
 
-def engine_arguments(
-    config: IsthmusConfig, *, weights_digest: bytes, attention_digest: bytes, events_endpoint: str
-) -> dict[str, Any]:
+def engine_arguments(config: IsthmusConfig, identity: ModelIdentity, events_endpoint: str) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs: `engine.vllm` untouched, and what the worker itself decides.
 
     Raises ConfigError when engine.vllm sets something of the latter.
@@ -37,6 +37,7 @@ def engine_arguments(
     for name in sorted(_OURS.keys() & given.keys()):
         raise ConfigError(f"engine.vllm.{name} = {given[name]!r}: set {_OURS[name]} instead")
     arguments: dict[str, Any] = {
+        **adapter_arguments(identity.adapters),
         **given,
         "model": str(config.model.path),
         "served_model_name": config.model.served_name,
@@ -59,7 +60,10 @@ def engine_arguments(
             "kv_role": _ROLES[config.worker.role],
             "kv_load_failure_policy": config.transfer.on_transfer_failure,
             "kv_connector_extra_config": {
-                "fingerprint": {"weights": weights_digest.hex(), "attention": attention_digest.hex()}
+                "fingerprint": {
+                    "weights": identity.weights_digest.hex(),
+                    "attention": identity.attention_digest.hex(),
+                }
             },
         }
     return arguments

@@ -12,26 +12,42 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from isthmus_core.errors import StartError
-from isthmus_worker.engine import ContextReady, EngineDescription, EngineLoad, Finished, HandoffReport
+from isthmus_worker.engine import (
+    ContextReady,
+    EngineDescription,
+    EngineLoad,
+    EngineRequest,
+    Finished,
+    HandoffReport,
+    Tokens,
+)
 from isthmus_worker.process_engine import EngineLaunch, ProcessEngine
-from isthmus_worker.wire.engine_frames import EngineEvent, LegEnded, LegReleased
+from isthmus_worker.vllm_engine.at_once import WaitedFor, Waiting
+from isthmus_worker.wire.engine_frames import EngineEvent, LegEnded, LegReleased, LegTokens
 from kvtransfer.errors import KVTransferError
 from kvtransfer.local.client import HUB_VARIABLE
 from kvtransfer.local.server import LocalServer
 from kvtransfer.ports import (
+    BindContext,
+    BindFailed,
+    BindNews,
+    Bound,
     CancelTransfer,
+    FirstTokensArrived,
     HubToRank,
     HubToScheduler,
     ReceiveOutcome,
     ReceiveRequest,
     SchedulerToHub,
+    SendOffer,
     SendOutcome,
     TransferFailure,
 )
 
 if TYPE_CHECKING:
     from isthmus_core.keys import RequestKey
-    from kvtransfer.local.messages import LocalWelcome
+    from isthmus_worker.process_engine.legs import LegStream
+    from kvtransfer.local.messages import LocalScheduler, LocalWelcome
     from kvtransfer.rank_info import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -50,6 +66,8 @@ class VllmEngine(ProcessEngine):
         super().__init__(launch, instance_id, **callbacks)
         self._welcome, self._local = welcome, None if welcome is None else self._open(launch, welcome)
         self._infos: tuple[RankInfo, ...] = ()
+        self._waited_for, self._waiting = WaitedFor(), Waiting()
+        self._ended_here: set[RequestKey] = set()
         self._watcher: asyncio.Task[None] | None = None
         # Keys whose pages are exposed; whose pages are held; that the front has done with; whose offer was over first.
         self._receiving: set[RequestKey] = set()
@@ -89,20 +107,23 @@ class VllmEngine(ProcessEngine):
         except KVTransferError as error:
             await self._kill()
             raise StartError(f"vLLM has started, its connector has not: {error}") from error
-        told = (description.weights_digest, description.attention_digest, description.kv_dtype)
-        found = (facts.model.weights_digest, facts.model.attention_digest, facts.model.kv_dtype)
-        if told != found or facts.tokens_per_block != description.tokens_per_block:
+        if differences := _differences(description, facts):
             await self._kill()
-            raise StartError(
-                f"vLLM's connector describes another model or block size than its front: {facts.model.kv_dtype}, "
-                f"blocks of {facts.tokens_per_block}; front {description.kv_dtype}, {description.tokens_per_block}"
-            )
+            raise StartError(f"vLLM's connector describes another engine than its front: {differences}")
         self._watcher = asyncio.create_task(self._watch(self._local), name="vllm-watch")
         return description
 
     def load(self) -> EngineLoad:
         """As last reported, with the prompts that are held for a peer."""
         return replace(super().load(), held_handoffs=len(self._held))
+
+    def submit(self, request: EngineRequest) -> LegStream:
+        """As the base."""
+        stream = super().submit(request)
+        if request.generation_waits:
+            self._waited_for.begin(request.key)
+        self._waiting.begin(request)
+        return stream
 
     def abort(self, key: RequestKey) -> None:
         """As the base; pages that are held are withdrawn."""
@@ -120,6 +141,7 @@ class VllmEngine(ProcessEngine):
         self._local.deliver(message)
         match message:
             case SendOutcome(key):
+                self._waited_for.over(key)
                 if key in self._held:
                     self._held.discard(key)
                     self._release(key)
@@ -131,12 +153,23 @@ class VllmEngine(ProcessEngine):
                         self._early.pop(next(iter(self._early)))
             case ReceiveOutcome(key):
                 self._outcomes.setdefault(key, []).append(message)
+                if not message.settled and message.failure is not TransferFailure.NONE:
+                    super().deliver(message)  # vLLM itself waits until no peer can write any more
                 if message.settled:
                     self._receiving.discard(key)
                     if key in self._done:
                         self._release(key)
-            case _:
-                pass
+            case Bound() | FirstTokensArrived() | BindFailed():
+                self._news(message)
+
+    def _news(self, news: BindNews) -> None:
+        end = self._waiting.heard(news)
+        if end is not None:
+            self._apply(end)
+            self._ended_here.add(news.key)
+            self.abort(news.key)
+        elif isinstance(news, FirstTokensArrived):
+            super().deliver(news)  # the front ends single answers
 
     def send_to_rank(self, rank: int, message: HubToRank) -> None:
         """The way of the transfer hub to a rank role. Raises ConnectionError when it is gone."""
@@ -153,8 +186,14 @@ class VllmEngine(ProcessEngine):
     def _heard(self, message: SchedulerToHub) -> None:
         if isinstance(message, ReceiveRequest):
             self._receiving.add(message.key)
+        self._tell_hub(message)
+        if isinstance(message, BindContext | SendOffer):
+            self._tell_hub(*self._waited_for.bound(message.key))
+
+    def _tell_hub(self, *messages: SchedulerToHub) -> None:
         if self._on_transfer is not None:
-            self._on_transfer(message)
+            for message in messages:
+                self._on_transfer(message)
 
     def _rank_said(self, rank: int, message: Any) -> None:
         if self._on_rank is not None:
@@ -164,11 +203,17 @@ class VllmEngine(ProcessEngine):
 
     def _apply(self, event: EngineEvent) -> None:
         match event:
+            case LegTokens(key, said):
+                if isinstance(said, Tokens):
+                    self._waited_for.tokens(key, said)
+                super()._apply(event)
             case LegReleased(key):
-                if key in self._receiving:
+                if key in self._receiving or self._waited_for.holds(key):
                     self._done.add(key)
                 else:
                     self._release(key)
+            case LegEnded(key) if key in self._ended_here:
+                pass  # the front says that it was aborted
             case LegEnded(key, ContextReady()):
                 super()._apply(event)
                 if key in self._early:
@@ -176,13 +221,17 @@ class VllmEngine(ProcessEngine):
                     self._release(key)
                 else:
                     self._held.add(key)
+                self._tell_hub(*self._waited_for.ended(key, event.end))
             case LegEnded(key):
+                self._waiting.over(key)
                 super()._apply(self._reported(event))
+                self._tell_hub(*self._waited_for.ended(key, event.end))
             case _:
                 super()._apply(event)
 
     def _release(self, key: RequestKey) -> None:
         self._done.discard(key)
+        self._ended_here.discard(key)
         self._early.pop(key, None)
         self._outcomes.pop(key, None)
         super()._apply(LegReleased(key))
@@ -226,3 +275,15 @@ class VllmEngine(ProcessEngine):
         self._held.clear()
         self._done.clear()
         self._receiving.clear()
+
+
+def _differences(front: EngineDescription, connector: LocalScheduler) -> str:
+    """What the two processes of vLLM say differently, with both values: a peer would trust either."""
+    model = connector.model
+    said = {
+        "weights": (model.weights_digest.hex(), front.weights_digest.hex()),
+        "attention": (model.attention_digest.hex(), front.attention_digest.hex()),
+        "KV dtype": (model.kv_dtype, front.kv_dtype),
+        "tokens of a block": (str(connector.tokens_per_block), str(front.tokens_per_block)),
+    }
+    return "; ".join(f"{name} {one}, front {other}" for name, (one, other) in said.items() if one != other)

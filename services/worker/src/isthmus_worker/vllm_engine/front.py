@@ -17,27 +17,31 @@ from typing import TYPE_CHECKING, Any
 from isthmus_core.block_keys import root_key
 from isthmus_core.errors import (
     InternalError,
+    InvalidRequest,
     IsthmusError,
     Overloaded,
     RequestCancelled,
-    ScheduleUnsupported,
     StartError,
 )
 from isthmus_core.framing import AsyncFrameSocket
-from isthmus_worker.engine import EngineDescription, EngineLoad, EngineRequest
+from isthmus_worker.engine import EngineDescription, EngineLoad, EngineRequest, LegReport, RequestType
 from isthmus_worker.engine_process.frames import commands_from_bytes, events_to_bytes
-from isthmus_worker.scheduler.events import ContextDone, RequestFinished, RequestReleased
+from isthmus_worker.scheduler.events import RequestFinished, RequestReleased
 from isthmus_worker.scheduler.limits import Limits
 from isthmus_worker.vllm_engine.arguments import engine_arguments
+from isthmus_worker.vllm_engine.at_once import going_on
 from isthmus_worker.vllm_engine.block_keys import BlockKeys, salt_text
 from isthmus_worker.vllm_engine.event_reader import EventReader
+from isthmus_worker.vllm_engine.load_reader import load_reader
 from isthmus_worker.vllm_engine.model import ModelIdentity
 from isthmus_worker.vllm_engine.outputs import LegOutput
-from isthmus_worker.vllm_engine.sampling import first_tokens, hands_off, sampling_arguments
+from isthmus_worker.vllm_engine.sampling import prompts, sampling_arguments, transfer_params
 from isthmus_worker.wire.engine_frames import Abort, Stop
-from kvtransfer.integrations.vllm.params import DecodeLeg, decode_params, prefill_params
+from kvtransfer.ports import FirstTokensArrived, ReceiveOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from isthmus_core.config import IsthmusConfig
     from isthmus_core.keys import RequestKey
 
@@ -53,6 +57,8 @@ class Front:
     def __init__(self, config: IsthmusConfig, identity: ModelIdentity, frames: AsyncFrameSocket) -> None:
         self._config, self._identity, self._frames = config, identity, frames
         self._legs: dict[RequestKey, asyncio.Task[None]] = {}
+        # Of generation legs.
+        self._generating: dict[RequestKey, tuple[LegOutput, dict[int, asyncio.Task[None]]]] = {}
         self._load = self._told = EngineLoad()
         self._pending: list[Any] = []
         self._engine: Any = None
@@ -82,35 +88,14 @@ class Front:
     def _start(self, endpoint: str) -> EngineDescription:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        front = self
-
-        class LoadReader(StatLoggerBase):
-            """Hands every step's numbers to the front."""
-
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-                """Nothing to keep."""
-
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-                if scheduler_stats is not None:
-                    front.note_load(scheduler_stats)
-
-            def log_engine_initialized(self) -> None:
-                """Nothing to say."""
 
         identity = self._identity
-        arguments = engine_arguments(
-            self._config,
-            weights_digest=identity.weights_digest,
-            attention_digest=identity.attention_digest,
-            events_endpoint=endpoint,
-        )
+        arguments = engine_arguments(self._config, identity, endpoint)
         try:
             engine_args = AsyncEngineArgs(**arguments)
         except TypeError as error:
             raise StartError(f"engine.vllm: {error}") from error
-        self._engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[LoadReader])
+        self._engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load_reader(self.note_load)])
         config = self._engine.vllm_config
         wanted, block = self._config.engine.vllm.get("block_size"), config.cache_config.block_size
         if wanted is not None and wanted != block:
@@ -135,6 +120,7 @@ class Front:
             max_running=config.scheduler_config.max_num_seqs,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
             max_waiting=self._config.engine.max_waiting,
+            adapters=tuple(one.name for one in identity.adapters),
         )
         return description
 
@@ -161,6 +147,10 @@ class Front:
                     case Abort(key):
                         if key in self._legs:
                             self._legs[key].cancel()
+                    case FirstTokensArrived():
+                        self._drop_ended(command)
+                    case ReceiveOutcome():
+                        self._lost(command)
                     case Stop():
                         return
                     case _:
@@ -175,7 +165,10 @@ class Front:
 
     def _over(self, key: RequestKey, task: asyncio.Task[None]) -> None:
         del self._legs[key]
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():  # before it had begun
+            self._emit(RequestFinished(key, RequestCancelled(), LegReport()))
+            self._emit(RequestReleased(key))
+        elif (error := task.exception()) is not None:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
@@ -184,45 +177,98 @@ class Front:
             self._failed.set_exception(error)
 
     async def _run_leg(self, request: EngineRequest) -> None:
-        output, offered = LegOutput(request), False
+        output = LegOutput(request)
+        streams: dict[int, asyncio.Task[None]] = {}
         try:
-            params = self._params(request)
-            prompt: dict[str, Any] = {"prompt_token_ids": [*request.prompt, *first_tokens(request)]}
-            if (salt := salt_text(request.cache_salt)) is not None:
-                prompt["cache_salt"] = salt
-            name = f"{request.key.request_id}.{request.key.attempt}"
-            async with aclosing(self._engine.generate(prompt, params, name)) as stream:
-                async for said in stream:
-                    for event in output.events(said):
-                        offered |= isinstance(event, ContextDone)
-                        self._emit(event)
+            self._check(request)
+            for answer, prompt in prompts(request).items():
+                streams[answer] = asyncio.create_task(self._stream(request, output, answer, prompt))
+            if request.request_type is RequestType.GENERATION_ONLY:
+                self._generating[request.key] = output, streams
+            await asyncio.gather(*streams.values())
         except asyncio.CancelledError:
-            self._emit(output.failed(RequestCancelled()))
+            await _cancel(streams.values())
+            self._emit(output.failed(output.lost or RequestCancelled()))
         except IsthmusError as error:
-            self._emit(RequestFinished(request.key, error, output.report()))
-        if not offered:
+            await _cancel(streams.values())
+            self._emit(output.failed(error))
+        self._generating.pop(request.key, None)
+        if not output.handed_off:
             # Otherwise the hub knows when its blocks are free.
             self._emit(RequestReleased(request.key))
 
-    def _params(self, request: EngineRequest) -> Any:
-        """Raises IsthmusError when the request can not be taken."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _drop_ended(self, news: FirstTokensArrived) -> None:
+        """Answers that their first tokens have ended are not computed."""
+        output, streams = self._generating.get(news.key, (None, {}))
+        for answer in streams.keys() - going_on(news):
+            if output is not None:
+                for event in output.drop(answer):
+                    self._emit(event)
+            streams[answer].cancel()
 
+    def _lost(self, outcome: ReceiveOutcome) -> None:
+        """The cache does not come, and a peer may still write into the blocks, for as long as it takes: vLLM lets go of
+        the request, which keeps them, and the prompt is computed in another one."""
+        output, streams = self._generating.get(outcome.key, (None, {}))
+        if output is None or output.has_spoken:
+            return
+        output.lose(outcome.reason, recompute=self._config.transfer.on_transfer_failure == "recompute")
+        if output.lost is not None:
+            self._legs[outcome.key].cancel()
+        else:
+            for stream in streams.values():
+                stream.cancel()
+
+    async def _stream(self, request: EngineRequest, output: LegOutput, answer: int, ids: list[int]) -> None:
+        """One answer. Raises IsthmusError."""
+        name = f"{request.key.request_id}.{request.key.attempt}.{answer}"
+        try:
+            await self._generate(request, output, answer, ids, name)
+        except asyncio.CancelledError:
+            if output.is_dropped(answer):
+                return
+            if not output.alone:
+                raise
+            await self._generate(request, output, answer, ids, f"{name}.alone")
+
+    async def _generate(
+        self, request: EngineRequest, output: LegOutput, answer: int, ids: list[int], name: str
+    ) -> None:
+        """One request of vLLM."""
+        prompt: dict[str, Any] = {"prompt_token_ids": ids}
+        if (salt := salt_text(request.cache_salt)) is not None:
+            prompt["cache_salt"] = salt
+        try:
+            params = self._params(request, answer, alone=output.alone)
+            said = self._engine.generate(prompt, params, name, lora_request=self._adapter(request.adapter))
+            async with aclosing(said) as stream:
+                async for one in stream:
+                    for event in output.events(one, answer):
+                        self._emit(event)
+        except ValueError as error:
+            raise InvalidRequest("request", "refused by vLLM", str(error)) from error
+
+    def _adapter(self, name: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        found = next((one for one in self._identity.adapters if one.name == name), None)
+        return None if found is None else LoRARequest(found.name, found.number, str(found.path))
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raises IsthmusError when the request can not be taken."""
         if self._limits is None:
             raise InternalError("a request before the engine has started")
-        if request.context is not None or request.generation_waits:
-            raise ScheduleUnsupported(self._config.worker.instance_id or "vLLM", "vLLM takes one leg after the other")
         self._limits.check(request)
         if self._load.waiting_requests >= self._config.engine.max_waiting:
             raise Overloaded("the queue of the engine", self._config.engine.max_waiting)
-        arguments = sampling_arguments(request)
-        phase = request.context_phase
-        if phase is not None:
-            leg = DecodeLeg(request.key, phase.holder, phase.prompt_tokens, request.trace)
-            arguments["extra_args"] = {"kv_transfer_params": decode_params(leg)}
-        elif hands_off(request):
-            arguments["extra_args"] = {"kv_transfer_params": prefill_params(request.key)}
+
+    def _params(self, request: EngineRequest, answer: int, *, alone: bool) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(request, answer)
+        if not alone and (transfer := transfer_params(request, answer)) is not None:
+            arguments["extra_args"] = {"kv_transfer_params": transfer}
         return SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     # --- to the hub
@@ -258,6 +304,12 @@ class Front:
             if self._load != self._told:
                 self._told = self._load
                 self._emit(self._load)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def serve(config: IsthmusConfig, identity: ModelIdentity, fd: int) -> None:

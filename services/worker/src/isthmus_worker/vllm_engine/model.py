@@ -10,6 +10,7 @@ import xxhash
 
 from isthmus_core.errors import ConfigError, StartError
 from isthmus_worker.torch_engine.model_config import ModelUnusable, read_config
+from isthmus_worker.vllm_engine.adapters import Adapter, read_adapters, with_adapters
 from kvtransfer.errors import KVTransferError
 from kvtransfer.integrations.checkpoint import weights_digest
 from kvtransfer.integrations.vllm.fingerprint import DTYPES, settings_digest
@@ -25,10 +26,11 @@ _CACHE_DTYPES = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Digests over the weights and over what gives the bytes of a cache their meaning."""
+    """Digests over the weights and over what gives the bytes of a cache their meaning, and the LoRA adapters."""
 
     weights_digest: bytes
     attention_digest: bytes
+    adapters: tuple[Adapter, ...] = ()
 
     def kv_dtype(self, config: Any) -> str:
         """As safetensors spells it; `config` is vLLM's VllmConfig. Raises StartError for one without a name there."""
@@ -48,8 +50,9 @@ def identify(config: IsthmusConfig) -> ModelIdentity:
     attention, tied = _attention(folder)
     if (overrides := config.engine.vllm.get("hf_overrides")) is not None:
         attention = xxhash.xxh3_128_digest(attention + json.dumps(overrides, sort_keys=True, default=str).encode())
+    adapters = read_adapters(config.engine.adapters)
     try:
-        return ModelIdentity(weights_digest(folder, tied=tied), attention)
+        return ModelIdentity(weights_digest(folder, tied=tied), with_adapters(attention, adapters), adapters)
     except KVTransferError as error:
         raise StartError(str(error)) from error
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from isthmus_core.errors import InternalError, RequestCancelled, TransferFailed
-from isthmus_worker.engine import EngineRequest, FinishReason, LegReport, TokenLogprobs, Tokens
+from isthmus_worker.engine import EngineRequest, FinishReason, LegReport, RequestType, TokenLogprobs, Tokens
 from isthmus_worker.scheduler.events import ContextDone, RequestFinished, RequestTokens
-from isthmus_worker.vllm_engine.sampling import hands_off
+from isthmus_worker.vllm_engine.sampling import hands_off, prompts
 
 if TYPE_CHECKING:
     from isthmus_core.errors import IsthmusError
@@ -23,7 +24,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class LegOutput:
-    """One leg. `clock` in seconds, monotonic."""
+    """One leg. `clock` in seconds, monotonic. `handed_off`: its cache is offered and it is over here. `alone`: its
+    cache did not come, the prompt is computed here; `lost`: or it fails with this."""
 
     def __init__(self, request: EngineRequest, clock: Callable[[], float] = time.monotonic) -> None:
         self._request, self._clock = request, clock
@@ -31,16 +33,50 @@ class LegOutput:
         self._first: float | None = None
         self._tokens = 0
         self._cached = 0
-        self._open = request.sampling.n
+        self._open = len(prompts(request))
+        self._dropped: set[int] = set()
+        # Of a context leg, by answer; and whether its cache is offered.
+        self._sampled: dict[int, Tokens] = {}
+        self._offered = False
+        self.handed_off = self.alone = False
+        self.lost: IsthmusError | None = None
 
-    def events(self, output: Any) -> list[SchedulerEvent]:
-        """A RequestOutput with the tokens that are new."""
+    def events(self, output: Any, answer: int = 0) -> list[SchedulerEvent]:
+        """A RequestOutput with the tokens that are new of answer `answer`. Raises IsthmusError when
+        vLLM has ended the leg."""
+        if answer in self._dropped:
+            return []
         if self._first is None:
             self._first = self._clock()
             self._cached = int(output.num_cached_tokens or 0)
         if hands_off(self._request):
-            return self._handed_off(output)
-        return self._went_on(output)
+            return self._handed_off(output, answer)
+        return self._went_on(output, answer)
+
+    @property
+    def has_spoken(self) -> bool:
+        """True when the leg has a token: its cache has come."""
+        return self._first is not None
+
+    def lose(self, reason: str, *, recompute: bool) -> None:
+        """The cache does not come. Where the first token is not known nobody can go on."""
+        phase, context = self._request.context_phase, self._request.context
+        if recompute and phase is not None:
+            self.alone = True
+        elif (holder := context if phase is None else phase.holder) is not None:
+            self.lost = TransferFailed(self._request.key, holder.instance_id, reason)
+
+    def drop(self, answer: int) -> list[SchedulerEvent]:
+        """The answer has ended with its first token, elsewhere."""
+        if answer in self._dropped:
+            return []
+        self._dropped.add(answer)
+        self._open -= 1
+        return [] if self._open else [RequestFinished(self._request.key, None, self.report())]
+
+    def is_dropped(self, answer: int) -> bool:
+        """True when what vLLM says of the answer is for nobody."""
+        return answer in self._dropped
 
     def failed(self, error: IsthmusError) -> RequestFinished:
         """The leg's end by an error."""
@@ -50,7 +86,7 @@ class LegOutput:
         """Where the time went, as far as it can be seen from here."""
         now = self._clock()
         first = now if self._first is None else self._first
-        if self._request.context_phase is None:
+        if self._request.request_type is not RequestType.GENERATION_ONLY:
             decode = None if hands_off(self._request) else now - first
             return LegReport(
                 prefill=first - self._began,
@@ -66,50 +102,55 @@ class LegOutput:
             cached_tokens=0,
         )
 
-    def _handed_off(self, output: Any) -> list[SchedulerEvent]:
-        (answer,) = output.outputs
-        if answer.finish_reason is None:
+    def _handed_off(self, output: Any, number: int) -> list[SchedulerEvent]:
+        self._offered |= bool(output.kv_transfer_params)
+        for answer in output.outputs:
+            if answer.finish_reason is None:
+                continue
+            self._check(answer)
+            chunk = self._chunk(answer, number)
+            # A context leg's "length" is its one token: the answer goes on elsewhere.
+            going_on = answer.finish_reason == "length"
+            self._sampled[chunk.sample] = replace(chunk, reason=None) if going_on else chunk
+        if len(self._sampled) < self._open:
             return []
-        first = self._chunk(answer)
-        if answer.finish_reason == "length" and output.kv_transfer_params:
-            without_end = Tokens(first.ids, logprobs=first.logprobs)
-            return [ContextDone(self._request.key, (without_end,), self.report())]
-        if answer.finish_reason == "length":
-            error = TransferFailed(self._request.key, "this instance", "its blocks could not be offered; see its log")
-            return [self.failed(error)]
-        return self._end_of(answer, first)
+        first, key = tuple(chunk for _, chunk in sorted(self._sampled.items())), self._request.key
+        if all(chunk.reason is not None for chunk in first):
+            return [*(RequestTokens(key, chunk) for chunk in first), RequestFinished(key, None, self.report())]
+        if not self._offered:
+            raise TransferFailed(key, "this instance", "its blocks could not be offered; see its log")
+        self.handed_off = True
+        return [ContextDone(key, first, self.report())]
 
-    def _went_on(self, output: Any) -> list[SchedulerEvent]:
+    def _went_on(self, output: Any, number: int) -> list[SchedulerEvent]:
         events: list[SchedulerEvent] = []
         for answer in output.outputs:
-            if answer.finish_reason is not None:
-                self._open -= 1
-                events += self._end_of(answer, self._chunk(answer))
-            elif answer.token_ids:
-                events.append(RequestTokens(self._request.key, self._chunk(answer)))
-        return events
-
-    def _end_of(self, answer: Any, chunk: Tokens) -> list[SchedulerEvent]:
-        if answer.finish_reason == "abort":
-            return [self.failed(RequestCancelled())]
-        if answer.finish_reason not in _REASONS:
-            return [self.failed(self._problem(str(answer.finish_reason)))]
-        events: list[SchedulerEvent] = [RequestTokens(self._request.key, chunk)]
-        if self._open <= 0 or hands_off(self._request):
+            self._check(answer)
+            if answer.token_ids or answer.finish_reason is not None:
+                events.append(RequestTokens(self._request.key, self._chunk(answer, number)))
+            self._open -= answer.finish_reason is not None
+        if self._open <= 0:
             events.append(RequestFinished(self._request.key, None, self.report()))
         return events
 
+    def _check(self, answer: Any) -> None:
+        if answer.finish_reason == "abort":
+            raise RequestCancelled
+        if answer.finish_reason is not None and answer.finish_reason not in _REASONS:
+            raise self._problem(str(answer.finish_reason))
+
     def _problem(self, reason: str) -> IsthmusError:
-        phase = self._request.context_phase
-        if phase is not None and not self._tokens:
-            return TransferFailed(self._request.key, phase.holder.instance_id, "the cache did not come; see the log")
+        phase, context = self._request.context_phase, self._request.context
+        holder = context if phase is None else phase.holder
+        if holder is not None and not self._tokens:
+            return TransferFailed(self._request.key, holder.instance_id, "the cache did not come; see the log")
         return InternalError(f"vLLM ended request {self._request.key} with {reason}")
 
-    def _chunk(self, answer: Any) -> Tokens:
+    def _chunk(self, answer: Any, number: int) -> Tokens:
         ids = tuple(int(token) for token in answer.token_ids)
         self._tokens += len(ids)
         logprobs = () if answer.logprobs is None else tuple(_logprobs(ids, answer.logprobs, self._wanted))
-        return Tokens(ids, int(answer.index), logprobs, _REASONS.get(str(answer.finish_reason)))
+        return Tokens(ids, number, logprobs, _REASONS.get(str(answer.finish_reason)))
 
     @property
     def _wanted(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus_core.errors import InvalidRequest
 from isthmus_worker.engine import EngineRequest, RequestType
+from kvtransfer.integrations.vllm.params import DecodeLeg, PrefillLeg, decode_params, prefill_params
 
 # Odd, so that all positions of a seed differ: 2^64 / golden ratio.
 _STEP = 0x9E3779B97F4A7C15
@@ -21,17 +21,12 @@ def position_seed(seed: int, position: int) -> int:
     return (seed + position * _STEP) % (1 << 63)
 
 
-def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams. Raises InvalidRequest for what vLLM can not do."""
-    sampling, first = request.sampling, first_tokens(request)
-    split = request.request_type is not RequestType.CONTEXT_AND_GENERATION
-    if split and sampling.n > 1:
-        remedy = "instances of vLLM hand off one answer; send one request for each, or use unsplit instances"
-        raise InvalidRequest("sampling.n", str(sampling.n), remedy)
+def sampling_arguments(request: EngineRequest, answer: int = 0) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams, for one answer."""
+    sampling, made = request.sampling, _made(request, answer)
     context = request.request_type is RequestType.CONTEXT_ONLY
     greedy = sampling.temperature == 0
     arguments: dict[str, Any] = {
-        "n": sampling.n,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -39,9 +34,10 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "seed": None if greedy else position_seed(sampling.seed, len(request.prompt) + len(first)),
-        "max_tokens": 1 if context else sampling.max_tokens - len(first),
-        "min_tokens": min(1, sampling.min_tokens) if context else max(0, sampling.min_tokens - len(first)),
+        "seed": None if greedy else position_seed(sampling.seed + answer, len(request.prompt) + made),
+        # Nothing is left of one token; then the leg ends when that has come.
+        "max_tokens": 1 if context else max(1, sampling.max_tokens - made),
+        "min_tokens": min(1, sampling.min_tokens) if context else max(0, sampling.min_tokens - made),
         "stop_token_ids": list(sampling.stop_token_ids),
         # The router names every token that ends an answer.
         "ignore_eos": True,
@@ -54,12 +50,33 @@ def sampling_arguments(request: EngineRequest) -> dict[str, Any]:
     return arguments
 
 
-def first_tokens(request: EngineRequest) -> tuple[int, ...]:
-    """What the context leg has sampled: a generation leg goes on behind it."""
+def prompts(request: EngineRequest) -> dict[int, list[int]]:
+    """What vLLM is asked to go on from, by answer: the prompt, and behind it what the context leg has sampled (where
+    that is not known yet the connector adds it). Each is a request of its own: vLLM refuses several greedy answers."""
+    if request.context_phase is not None:
+        first = request.context_phase.first_tokens
+        return {one.sample: [*request.prompt, *one.ids] for one in first if one.reason is None}
+    return {answer: list(request.prompt) for answer in range(request.sampling.n)}
+
+
+def _made(request: EngineRequest, answer: int) -> int:
+    """Tokens that the context leg has sampled, or will: a generation leg goes on behind them."""
     phase = request.context_phase
-    return () if phase is None else phase.first_tokens[0].ids
+    return int(request.context is not None) if phase is None else len(phase.first_tokens[answer].ids)
 
 
 def hands_off(request: EngineRequest) -> bool:
     """True when a context leg computes more than the whole answer."""
     return request.request_type is RequestType.CONTEXT_ONLY and request.sampling.max_tokens > 1
+
+
+def transfer_params(request: EngineRequest, answer: int) -> dict[str, Any] | None:
+    """What the connector has to know of a leg; None: nothing is handed off."""
+    phase, context = request.context_phase, request.context
+    if phase is not None:
+        return decode_params(DecodeLeg(request.key, phase.holder, phase.prompt_tokens, request.trace))
+    if context is not None:
+        return decode_params(DecodeLeg(request.key, context, len(request.prompt), request.trace, True, answer))
+    if request.generation_waits or hands_off(request):
+        return prefill_params(PrefillLeg(request.key, request.sampling.n if request.generation_waits else 0))
+    return None

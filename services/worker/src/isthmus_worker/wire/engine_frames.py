@@ -22,6 +22,7 @@ from isthmus_worker.engine import (
     KvEvent,
     LegReport,
     Tokens,
+    TookOver,
 )
 from isthmus_worker.marks import marks_from_pb
 from isthmus_worker.wire.reports import report_from_pb
@@ -67,10 +68,10 @@ EngineCommand = EngineRequest | Abort | Stop | HubToScheduler
 
 @dataclass(frozen=True, slots=True)
 class LegTokens:
-    """New tokens of a leg."""
+    """What a leg says before its end: new tokens, or that it goes on alone."""
 
     key: RequestKey
-    tokens: Tokens
+    said: Tokens | TookOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
         match kind:
             case "tokens":
                 yield LegTokens(key_from_pb(event.tokens.key), chunk_from_pb(event.tokens.chunk))
+            case "took_over":
+                yield LegTokens(key_from_pb(event.took_over.key), TookOver(event.took_over.event.reason))
             case "context_done":
                 done = event.context_done
                 first = tuple(chunk_from_pb(one) for one in done.first_tokens)

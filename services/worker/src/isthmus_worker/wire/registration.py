@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from isthmus.v1 import common_pb2, coordinator_service_pb2, kv_index_pb2
 
 from isthmus_core.block_keys import Keying
+from kvtransfer.hub.estimates import PairEstimate
 from kvtransfer.ports import Incompatibility
 from kvtransfer.rank_info import INCARNATION_BYTES, InstanceRole
 from kvtransfer.wire import incompatibilities_to_pb
@@ -113,6 +114,20 @@ def pair_to_pb(pair: PairView) -> coordinator_service_pb2.PairReport:
         context_incarnation=pair.incarnation,
         state=coordinator_service_pb2.PairState.Name(pair.state),
         incompatibilities=incompatibilities_to_pb(pair.incompatibilities),
+    )
+
+
+def estimate_to_pb(estimate: PairEstimate) -> coordinator_service_pb2.RegisterRequest:
+    """For the coordinator."""
+    return coordinator_service_pb2.RegisterRequest(
+        estimate=coordinator_service_pb2.PairEstimate(
+            generation=coordinator_service_pb2.InstanceStart(
+                instance_id=estimate.instance_id, incarnation=estimate.incarnation
+            ),
+            estimate=coordinator_service_pb2.TransferEstimate(
+                fixed_s=estimate.fixed_s, s_per_token=estimate.s_per_token, path=estimate.path
+            ),
+        )
     )
 
 

@@ -55,11 +55,24 @@ def request_from_pb(pb: worker_service_pb2.WorkerServiceGenerateRequest, trace: 
     sampling = sampling_from_pb(pb.sampling)
     if len(pb.cache_salt) > MAX_SALT:
         raise InvalidRequest("cache_salt", f"{len(pb.cache_salt)} bytes", f"at most {MAX_SALT} are accepted")
+    if len(pb.adapter) > MAX_NAME:
+        raise InvalidRequest("adapter", f"{len(pb.adapter)} characters", f"at most {MAX_NAME} are accepted")
     _check_partner(pb, request_type)
     phase = _context_phase(pb.context_phase, key, len(prompt)) if pb.HasField("context_phase") else None
     context = _holder(pb.context_instance, "context_instance") if pb.HasField("context_instance") else None
-    waits = pb.generation_waits
-    return EngineRequest(key, request_type, prompt, sampling, phase, trace, pb.cache_salt, context, waits)
+    return EngineRequest(
+        key,
+        request_type,
+        prompt,
+        sampling,
+        phase,
+        trace,
+        pb.cache_salt,
+        context,
+        pb.generation_waits,
+        pb.may_take_over,
+        pb.adapter,
+    )
 
 
 def _check_partner(pb: worker_service_pb2.WorkerServiceGenerateRequest, request_type: RequestType) -> None:
@@ -74,6 +87,8 @@ def _check_partner(pb: worker_service_pb2.WorkerServiceGenerateRequest, request_
     elif not done and not at_once:
         remedy = "send what the context leg answered, or context_instance when it was started at the same time"
         raise InvalidRequest("context_phase", "absent", f"{remedy} ({request_type.name})")
+    if pb.may_take_over and not at_once:
+        raise InvalidRequest("may_take_over", "true", "leave it out without context_instance")
     if pb.generation_waits and request_type is not RequestType.CONTEXT_ONLY:
         raise InvalidRequest("generation_waits", "true", f"leave it out ({request_type.name})")
 
@@ -134,6 +149,8 @@ def submit_to_pb(request: EngineRequest) -> engine_ipc_pb2.SubmitCommand:
         cache_salt=request.cache_salt,
         context_instance=None if context is None else _context_instance_to_pb(context),
         generation_waits=request.generation_waits,
+        may_take_over=request.may_take_over,
+        adapter=request.adapter,
     )
 
 

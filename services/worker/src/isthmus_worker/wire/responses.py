@@ -17,6 +17,7 @@ from isthmus_worker.engine import (
     LegReport,
     RequestType,
     Tokens,
+    TookOver,
 )
 from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.requests import context_phase_to_pb
@@ -30,6 +31,8 @@ def event_to_pb(event: EngineOutput, request: EngineRequest, here: Holder) -> _R
     match event:
         case Tokens():
             return _Response(tokens=chunk_to_pb(event))
+        case TookOver(reason):
+            return _Response(took_over=worker_service_pb2.TookOver(reason=reason))
         case ContextReady(first_tokens, report, dp_rank):
             phase = ContextPhase(request.key, first_tokens, len(request.prompt), replace(here, dp_rank=dp_rank))
             ready = worker_service_pb2.ContextReady(
