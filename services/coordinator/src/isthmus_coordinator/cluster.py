@@ -13,7 +13,7 @@ from isthmus_coordinator.costs import Weights
 from isthmus_coordinator.fleet import Fleet
 from isthmus_coordinator.load import LegLoad, OpenPlacements
 from isthmus_coordinator.membership import Instance, Load, Member, Membership, Role, Start
-from isthmus_coordinator.pairs import CONNECTING, Pair, Pairs
+from isthmus_coordinator.pairs import CONNECTING, Estimate, Pair, Pairs
 from isthmus_coordinator.placement import Choice, Question, Served, no_capacity, place
 from isthmus_coordinator.policies import Policy
 from isthmus_coordinator.prefix import PrefixIndex
@@ -145,8 +145,19 @@ class Cluster:
             raise InvalidRequest("pair", member.role.name, "only generation instances report pairs")
         if not (self._members.has(member) and self._pairs.report(member.token, context, pair)):
             return False
-        self._show_pair(context, member, pair)
+        self._show_pair(context, member)
         return True
+
+    def estimate(self, member: Member, generation: Start, estimate: Estimate) -> None:
+        """What a context instance has measured. Raises InvalidRequest when the member is none."""
+        if member.role is not Role.CONTEXT:
+            raise InvalidRequest("estimate", member.role.name, "only context instances send estimates")
+        if not self._members.has(member):
+            return
+        self._pairs.estimate(member.token, generation, estimate)
+        other = self._members.get(generation.instance_id)
+        if other is not None and other.instance.start == generation and other.role is Role.GENERATION:
+            self._show_pair(member.instance.start, other)
 
     def peers(self, member: Member) -> tuple[Instance, ...]:
         """Context instances that a member keeps streams to: none unless it is a generation instance, then all of its
@@ -164,7 +175,7 @@ class Cluster:
         """A generation instance is being told this list of peers now."""
         if self._members.has(member) and member.role is Role.GENERATION:
             for start in self._pairs.announced(member.token, peers):
-                self._show_pair(start, member, CONNECTING)
+                self._show_pair(start, member)
 
     # Requests
 
@@ -291,11 +302,12 @@ class Cluster:
         self._open.left(member)
         self.index.drop(member.number)
 
-    def _show_pair(self, context: Start, generation: Member, pair: Pair) -> None:
+    def _show_pair(self, context: Start, generation: Member) -> None:
         """In the fleet, when the context instance is there."""
         other = self._members.get(context.instance_id)
         same_model = other is not None and other.instance.model == generation.instance.model
         if other is not None and same_model and other.role is Role.CONTEXT and other.instance.start == context:
+            pair = self._pairs.state(other, generation)
             self._fleets[generation.instance.model].set_pair(other, generation, pair)
             self._mark_pairs(generation)
 

@@ -68,7 +68,7 @@ class Group:
 @dataclass(frozen=True)
 class View:
     """What can be used now. `ready[c, g]`; every context and generation instance has a ready partner. `fixed_s[c, g]`
-    and `token_s[c, g]`: what a hand-off takes; None when no pair has said. `receivers`: generation instances, those
+    and `token_s[c, g]`: what a hand-off takes; None when no pair was measured. `receivers`: generation instances, those
     without a partner too."""
 
     contexts: Group
@@ -157,9 +157,11 @@ class Fleet:
     def __init__(self) -> None:
         self._sides = {role: _Slots() for role in Role}
         self._ready: Bools = np.zeros((_FIRST, _FIRST), dtype=bool)
-        self._fixed: Floats = np.zeros((_FIRST, _FIRST))
-        self._token: Floats = np.zeros((_FIRST, _FIRST))
-        self._estimates = 0
+        # NaN: nothing known.
+        self._fixed: Floats = np.full((_FIRST, _FIRST), np.nan)
+        self._token: Floats = np.full((_FIRST, _FIRST), np.nan)
+        # Whether any pair ever was: else large arrays need not be looked through.
+        self._measured = False
         self._view: View | None = None
         self._groups: deque[Group] = deque(maxlen=8)
 
@@ -193,9 +195,9 @@ class Fleet:
         self._view = None
         at = self._sides[Role.CONTEXT].at[context.token], self._sides[Role.GENERATION].at[generation.token]
         self._ready[at] = pair.state is PairState.READY
-        estimate = pair.estimate
-        self._fixed[at], self._token[at] = (0.0, 0.0) if estimate is None else (estimate.fixed_s, estimate.s_per_token)
-        self._estimates += pair.estimate is not None
+        known = pair.estimate
+        self._measured |= known is not None
+        self._fixed[at], self._token[at] = (np.nan, np.nan) if known is None else (known.fixed_s, known.s_per_token)
 
     def ready_contexts(self, generation: Member) -> list[Member]:
         """Context instances that it has a ready stream to."""
@@ -222,8 +224,8 @@ class Fleet:
             whole=self._group(Role.CONTEXT_AND_GENERATION, self._sides[Role.CONTEXT_AND_GENERATION].usable()),
             receivers=receivers,
             ready=self._ready[cells],
-            fixed_s=self._fixed[cells] if self._estimates else None,
-            token_s=self._token[cells] if self._estimates else None,
+            fixed_s=_filled(self._fixed[cells]) if self._measured else None,
+            token_s=_filled(self._token[cells]) if self._measured else None,
         )
 
     def _group(self, role: Role, indices: Sequence[int]) -> Group:
@@ -240,9 +242,18 @@ class Fleet:
         cells = (index, slice(None)) if role is Role.CONTEXT else (slice(None), index)
         if role is not Role.CONTEXT_AND_GENERATION:
             self._ready[cells] = False
-            self._fixed[cells] = self._token[cells] = 0.0
+            self._fixed[cells] = self._token[cells] = np.nan
 
     def _grow(self) -> None:
         more = ((0, len(self._ready)), (0, len(self._ready)))
         self._ready = np.pad(self._ready, more)
-        self._fixed, self._token = np.pad(self._fixed, more), np.pad(self._token, more)
+        self._fixed = np.pad(self._fixed, more, constant_values=np.nan)
+        self._token = np.pad(self._token, more, constant_values=np.nan)
+
+
+def _filled(known: Floats) -> Floats | None:
+    """Pairs that nobody has measured are taken for average ones, neither better nor worse. None when all are such."""
+    unknown = np.isnan(known)
+    if unknown.all():
+        return None
+    return np.where(unknown, known[~unknown].mean(), known)

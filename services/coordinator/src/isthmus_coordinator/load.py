@@ -78,8 +78,11 @@ class OpenPlacements:
                 array[member.number] = 0
 
     def reported(self, member: Member) -> None:
-        """The load of a member has changed."""
-        self.loads.used[member.number] = member.load.used_blocks * member.instance.tokens_per_block
+        """The load of a member has changed. Blocks that an instance keeps for its own answers are as good as used."""
+        load, blocks = member.load, member.load.used_blocks
+        if load.receive_credits:
+            blocks = max(blocks, load.total_blocks - load.receive_credits)
+        self.loads.used[member.number] = blocks * member.instance.tokens_per_block
 
     def refuse_live(self, request_id: int) -> None:
         """Raise DuplicateRequest when a placement of that id, in whatever attempt, is open."""

@@ -97,6 +97,8 @@ class MemberStreams:
                     names = f"{start.instance_id} -> {member.instance.instance_id}"
                     logger.info("pair %s is %s", names, pair.state.name.lower())
                     self._changed()
+            case "estimate":
+                self._cluster.estimate(member, *wire.pair_estimate_from_pb(message.estimate))
             case "draining":
                 self._cluster.set_draining(member)
                 self._changed()
@@ -107,7 +109,7 @@ class MemberStreams:
                 self._cluster.set_role(member, role, changing_to, refused)
                 self._changed()
             case other:
-                raise unexpected(other, "send load, pair, draining, kv_events or role after hello")
+                raise unexpected(other, "send load, pair, estimate, draining, kv_events or role after hello")
 
     def _hear_kv(self, stream: MemberStream, message: _RegisterRequest) -> None:
         # Of a stream that has been replaced nothing may reach the index: its number is somebody else's.

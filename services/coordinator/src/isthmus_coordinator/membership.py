@@ -63,7 +63,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Last reported load: requests and KV blocks."""
+    """Last reported load: requests and KV blocks. `receive_credits`: blocks that caches from context instances may take
+    now; 0 for none, and from engines that do not tell."""
 
     running_requests: int = 0
     waiting_requests: int = 0
@@ -71,6 +72,7 @@ class Load:
     used_blocks: int = 0
     total_blocks: int = 0
     in_doubt_blocks: int = 0
+    receive_credits: int = 0
 
 
 class InstanceReplaced(IsthmusError):

@@ -8,7 +8,7 @@ after a restart of the coordinator it may speak of context instances that have n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from isthmus_coordinator.membership import Instance, Member, Start
@@ -51,6 +51,8 @@ class Pair:
 
 
 CONNECTING = Pair(PairState.CONNECTING)
+# Of one context instance; the oldest ones may be of instances that are gone.
+_MOST_ESTIMATES = 4096
 
 
 class Pairs:
@@ -59,6 +61,8 @@ class Pairs:
     def __init__(self) -> None:
         self._announced: dict[int, frozenset[Start]] = {}
         self._reports: dict[int, dict[Start, Pair]] = {}
+        # By stream of a context instance.
+        self._estimates: dict[int, dict[Start, Estimate]] = {}
 
     def open(self, token: int) -> None:
         """A generation instance has opened that stream."""
@@ -85,14 +89,28 @@ class Pairs:
         reports[context] = pair
         return True
 
+    def estimate(self, token: int, generation: Start, estimate: Estimate) -> None:
+        """What the context instance of that stream has measured. The newest start of a generation instance counts."""
+        known = self._estimates.setdefault(token, {})
+        for start in [start for start in known if start.instance_id == generation.instance_id]:
+            del known[start]
+        known[generation] = estimate
+        if len(known) > _MOST_ESTIMATES:
+            del known[next(iter(known))]
+
     def forget(self, token: int) -> None:
         """The stream is over."""
+        self._estimates.pop(token, None)
         self._announced.pop(token, None)
         self._reports.pop(token, None)
 
     def state(self, context: Member, generation: Member) -> Pair:
-        """What is known about a pair."""
-        return self._reports.get(generation.token, {}).get(context.instance.start, CONNECTING)
+        """What is known about a pair: what the generation instance says, its estimate before the other one's."""
+        pair = self._reports.get(generation.token, {}).get(context.instance.start, CONNECTING)
+        if pair.estimate is None:
+            measured = self._estimates.get(context.token, {}).get(generation.instance.start)
+            return pair if measured is None else replace(pair, estimate=measured)
+        return pair
 
     def __len__(self) -> int:
         """Streams known."""

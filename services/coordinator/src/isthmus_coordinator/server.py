@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -13,18 +12,17 @@ from typing import Any
 import grpc.aio
 from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
-from isthmus_coordinator import wire, wire_route, wire_views
+from isthmus_coordinator import wire, wire_views
 from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.leases import LeaseTable
 from isthmus_coordinator.member_streams import MemberStreams
-from isthmus_coordinator.membership import Instance, StreamReplaced
+from isthmus_coordinator.membership import Instance
 from isthmus_coordinator.observing import CoordinatorMetrics
-from isthmus_coordinator.outbox import Outbox
-from isthmus_coordinator.placement import Served
-from isthmus_coordinator.streams import end_with, exchange, first_message, unexpected
+from isthmus_coordinator.router_streams import RouterStreams
+from isthmus_coordinator.streams import end_with, exchange, first_message
 from isthmus_coordinator.watch import Watch
 from isthmus_core.errors import IsthmusError, Unreachable
-from isthmus_core.ids import EPOCH_MS, IdLease
+from isthmus_core.ids import EPOCH_MS
 from isthmus_core.rpc import abort_with
 from isthmus_core.tracing import Tracing
 
@@ -47,8 +45,9 @@ def wall_ms() -> int:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of streams. `hello_s`: seconds a stream may take to begin. `answers`: answers that may wait for a router
-    to read them. `settle_s`: seconds after the start during which no generation instance is told its peers: those it
-    has streams to may not have come back to a restarted coordinator yet, and must not be taken from it."""
+    to read them. `settle_s`: seconds after the start in which instances may still be on their way back to a restarted
+    coordinator: no generation instance is told its peers, as those it has streams to must not be taken from it, and no
+    request is refused because nobody can serve it."""
 
     hello_s: float = 10.0
     answers: int = 4096
@@ -70,18 +69,17 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         cluster: Cluster | None = None,
     ) -> None:
         self._cluster = cluster or Cluster()
-        self._leases, self._tracing, self._limits = leases, tracing, limits
-        self._clock, self._clock_ms = clock, clock_ms
-        self._members = MemberStreams(self._cluster, self._publish_soon)
-        self._routers: dict[int, Outbox[wire_route.RouteResponse]] = {}
-        self._tokens = itertools.count(1)
-        self._served: tuple[Served, ...] = ()
+        self._leases, self._limits, self._clock = leases, limits, clock
+        self.members = MemberStreams(self._cluster, self._publish_soon)
         self._publishing: asyncio.TimerHandle | None = None
         self._settling: asyncio.TimerHandle | None = None
         self._stopping = False
         self._settled_at = clock() + limits.settle_s
-        self._metrics = metrics or CoordinatorMetrics()
-        self._metrics.watch(self._cluster, lambda: len(self._routers))
+        metrics = metrics or CoordinatorMetrics()
+        self._routers = RouterStreams(
+            self._cluster, leases, tracing, metrics, limits.answers, self._settled, self._when_settled, clock, clock_ms
+        )
+        metrics.watch(self._cluster, lambda: len(self._routers))
 
     def end_streams(self) -> None:
         """The coordinator is stopping: end every stream, now and to come, so that its peer looks for another one."""
@@ -89,19 +87,18 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         for timer in (self._publishing, self._settling):
             if timer is not None:
                 timer.cancel()
-        for outbox in self._routers.values():
-            outbox.end(_stopping())
-        self._members.end_all(_stopping())
+        self._routers.end_all(_stopping())
+        self.members.end_all(_stopping())
 
     @property
     def open_streams(self) -> int:
         """Instances and routers that are connected."""
-        return len(self._members) + len(self._routers)
+        return len(self.members) + len(self._routers)
 
     def idle(self) -> bool:
         """True when no stream is open and nothing is held for one. Raises InternalError when counts have drifted."""
         self._cluster.check()
-        return not (self.open_streams or self._cluster.open_requests() or self._leases.held())
+        return not (self.open_streams or self._cluster.open_requests() or self._leases.held() or self._routers.held)
 
     async def Register(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """An instance's membership."""
@@ -126,15 +123,18 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     ) -> coordinator_service_pb2.GetClusterResponse:
         """Everything."""
         cluster = self._cluster
-        return wire_views.cluster_to_pb(cluster.members(), cluster.pairs(), cluster.served(), cluster.open_requests())
+        pairs = () if request.without_pairs else cluster.pairs()
+        return wire_views.cluster_to_pb(cluster.members(), pairs, cluster.served(), cluster.open_requests())
 
     async def WatchCluster(
         self, request: coordinator_service_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Everything, then what has changed, a few times a second at most. A slow reader is told less often."""
+        """Everything, then what has changed, a few times a second at most. A slow reader is told less often.
+
+        Nothing before the coordinator has settled: what a watcher knows of its predecessor's members is better."""
         watch, sequence = Watch(), 0
         while not self._stopping:
-            news = watch.news(self._cluster)
+            news = watch.news(self._cluster) if self._settled() else None
             if news is not None:
                 sequence += 1
                 message = wire_views.news_to_pb(news, sequence, self._cluster.policy.wants_keys)
@@ -147,7 +147,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     ) -> coordinator_service_pb2.DrainResponse:
         """Orders an instance to finish and exit."""
         try:
-            self._members.drain(request.instance_id, wire.deadline_from_pb(request))
+            self.members.drain(request.instance_id, wire.deadline_from_pb(request))
         except IsthmusError as error:
             await abort_with(context, error)
         return coordinator_service_pb2.DrainResponse()
@@ -158,7 +158,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         """Orders an instance to take another role."""
         try:
             role = wire.role_from_pb(request.role, "role")
-            self._members.set_role(request.instance_id, role, wire.deadline_from_pb(request))
+            self.members.set_role(request.instance_id, role, wire.deadline_from_pb(request))
         except IsthmusError as error:
             await abort_with(context, error)
         return coordinator_service_pb2.SetRoleResponse()
@@ -167,11 +167,11 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
 
     async def _serve_member(self, context: grpc.aio.ServicerContext[Any, Any], instance: Instance) -> None:
         self._refuse_when_stopping()
-        stream = self._members.open(instance)
+        stream = self.members.open(instance)
         try:
-            await exchange(context, stream.outbox, lambda message: self._members.hear(stream, message))
+            await exchange(context, stream.outbox, lambda message: self.members.hear(stream, message))
         finally:
-            self._members.close(stream)
+            self.members.close(stream)
 
     # Routers
 
@@ -179,71 +179,11 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         self, context: grpc.aio.ServicerContext[Any, Any], hello: coordinator_service_pb2.RouteHello
     ) -> None:
         self._refuse_when_stopping()
-        router_id, placements = wire_route.router_id_from_pb(hello), wire_route.open_from_pb(hello)
-        token = next(self._tokens)
-        lease = self._lease(token, router_id, hello)
-        self._cluster.adopt(token, placements)
-        outbox: Outbox[wire_route.RouteResponse] = Outbox(f"route stream of {router_id}", self._limits.answers)
-        self._routers[token] = outbox
-        outbox.post(wire_route.route_welcome(lease))
-        outbox.put_state("served", self._served_to_pb)
-        extra = {"router_id": router_id, "open": len(placements)}
-        logger.info("router joined with id bits %d/%d", lease.node_id, lease.process_id, extra=extra)
+        stream = self._routers.open(hello)
         try:
-            await exchange(context, outbox, lambda message: self._from_router(token, outbox, message))
+            await exchange(context, stream.outbox, lambda message: self._routers.hear(stream, message))
         finally:
-            del self._routers[token]
-            self._leases.release(token, self._clock())
-            released = self._cluster.drop_router(token)
-            logger.info("router left, %d placements released", released, extra={"router_id": router_id})
-
-    def _lease(self, token: int, router_id: str, hello: coordinator_service_pb2.RouteHello) -> IdLease:
-        """New bits, or the presented ones confirmed. What is left of a broken stream of this router ends."""
-        now = self._clock()
-        if not hello.HasField("lease"):
-            return self._leases.grant(token, router_id, now, self._clock_ms())
-        lease, old = self._leases.present(token, router_id, wire_route.lease_from_pb(hello.lease), now)
-        if old is not None:
-            self._cluster.drop_router(old)
-            self._routers[old].end(StreamReplaced(f"router {router_id}"))
-        return lease
-
-    def _from_router(self, token: int, outbox: Outbox[wire_route.RouteResponse], message: _RouteRequest) -> None:
-        match message.WhichOneof("body"):
-            case "select":
-                outbox.post(self._select(token, message.select))
-            case "prefilled":
-                self._cluster.prefilled(token, wire_route.key_from_pb(message.prefilled.key, "prefilled.key"))
-            case "finish":
-                # A router may finish what a broken stream has released before; then there is nothing to do.
-                self._cluster.finish(token, wire_route.key_from_pb(message.finish.key, "finish.key"))
-            case other:
-                raise unexpected(other, "send select, prefilled or finish after hello")
-
-    def _select(self, token: int, select: coordinator_service_pb2.Select) -> wire_route.RouteResponse:
-        began = self._clock()
-        span = self._tracing.begin("coordinator.route", wire_route.trace_from_pb(select), kind="server")
-        span.set("isthmus.model", select.model)
-        span.set("isthmus.request_id", str(select.key.request_id))
-        span.set("isthmus.policy", self._cluster.policy.value)
-        try:
-            choice = self._cluster.select(token, wire_route.question_from_pb(select))
-        except IsthmusError as error:
-            self._metrics.placed(self._cluster.policy.value, self._clock() - began, error)
-            span.end(error=error.message)
-            return wire_route.refusal_to_pb(select.key, error)
-        placement = choice.placement
-        span.set("isthmus.candidates", choice.candidates)
-        if placement.context is not None:
-            span.set("isthmus.context_instance", placement.context.instance_id)
-        span.set("isthmus.generation_instance", placement.generation.instance_id)
-        span.end()
-        self._metrics.placed(self._cluster.policy.value, self._clock() - began)
-        return wire_route.selected_to_pb(select.key, choice, self._cluster.policy.value)
-
-    def _served_to_pb(self) -> wire_route.RouteResponse:
-        served = wire_route.served_to_pb(self._served, self._cluster.policy.wants_keys)
-        return wire_route.RouteResponse(served=served)
+            self._routers.close(stream)
 
     # News
 
@@ -254,17 +194,24 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     def _publish(self) -> None:
         """Tell every stream what has changed for it."""
         self._publishing = None
-        served = self._cluster.served()
-        if served != self._served:
-            self._served = served
-            logger.info("serving %s", ", ".join(one.name for one in served) or "nothing")
-            for outbox in self._routers.values():
-                outbox.put_state("served", self._served_to_pb)
-        if (left := self._settled_at - self._clock()) > 0:
-            if self._settling is None:
-                self._settling = asyncio.get_running_loop().call_later(left, self._publish_soon)
+        self._routers.changed()
+        if not self._settled():
+            self._when_settled()
             return
-        self._members.tell_peers()
+        self.members.tell_peers()
+
+    def _settled(self) -> bool:
+        return self._clock() >= self._settled_at
+
+    def _when_settled(self) -> None:
+        """Publish when the coordinator has settled, whether anything changes until then or not."""
+        if self._settling is None and not self._stopping:
+            left = max(0.0, self._settled_at - self._clock())
+            self._settling = asyncio.get_running_loop().call_later(left, self._look_settled)
+
+    def _look_settled(self) -> None:
+        self._settling = None
+        self._publish_soon()
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping:

@@ -12,6 +12,7 @@ from isthmus.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.costs import Weights
 from isthmus_coordinator.leases import ALL_BITS, LeaseTable
+from isthmus_coordinator.listed_members import ListedMembers, listed_members
 from isthmus_coordinator.observing import CoordinatorMetrics
 from isthmus_coordinator.policies import Policy
 from isthmus_coordinator.server import CoordinatorServicer, Limits, wall_ms
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Instances look for a restarted coordinator every 2 s, with as much again until their connection stands.
 _SETTLE_S = 5.0
+# A listed instance that is up says who it is at once.
+_HELLO_S = 10.0
 # Time for the last statuses to be read.
 _GRACE_S = 1.0
 
@@ -72,18 +75,23 @@ async def serve(
     started: asyncio.Future[int] | None = None,
 ) -> None:
     """Serve on `coordinator.listen` until `stopping`; `started` gets the port. For other processes too, which may run a
-    coordinator in their event loop. Raises StartError when the port is taken or the system's clock can not be right."""
+    coordinator in their event loop. Raises StartError when the port is taken or the system's clock can not be right,
+    ConfigError for a list of members that makes no sense."""
+    listed = listed_members(config.members)
     servicer = build(config, telemetry.tracing, telemetry.metrics)
     server = RpcServer(tls)
     coordinator_service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.server)
     server.expose(coordinator_service_pb2.DESCRIPTOR)
     port = await server.start(config.listen, "coordinator.listen")
     await server.set_serving(True)
+    members = ListedMembers(listed, servicer.members, tls, _HELLO_S)
+    members.start()
     logger.info("coordinator is up on port %d", port)
     if started is not None:
         started.set_result(port)
     try:
         await stopping.wait()
     finally:
+        await members.close()
         servicer.end_streams()
         await server.stop(_GRACE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -14,6 +14,8 @@ from isthmus_core.rpc import abort_with
 
 # A peer that never reads can not be told why its stream ends.
 _STATUS_S = 5.0
+# What a write raises when the peer is gone: at a server, at a client (twice).
+_GONE = (grpc.aio.BaseError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
 class Message(Protocol):
@@ -60,9 +62,23 @@ async def exchange(
         await context.send_initial_metadata(())
     except grpc.aio.BaseError:
         return  # the peer is gone already
+
+    async def read() -> Request | None:
+        return await _read(context)
+
+    await pump(read, context.write, outbox, handle)
+
+
+async def pump(
+    read: Callable[[], Awaitable[Request | None]],
+    write: Callable[[Response], Awaitable[None]],
+    outbox: Outbox[Response],
+    handle: Callable[[Request], None],
+) -> None:
+    """As `exchange`, over any stream. `read` returns None at its end."""
     ended = asyncio.create_task(outbox.ended())
-    reader = asyncio.create_task(_read_all(context, handle))
-    writer = asyncio.create_task(outbox.write_all(context.write))
+    reader = asyncio.create_task(_read_all(read, handle))
+    writer = asyncio.create_task(outbox.write_all(write))
     tasks: list[asyncio.Task[Any]] = [ended, reader, writer]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -70,16 +86,16 @@ async def exchange(
             raise ended.result()
         if reader.done():
             reader.result()
-        elif (error := writer.exception()) and not isinstance(error, grpc.aio.BaseError):
-            raise error  # a BaseError says that the peer is gone
+        elif (error := writer.exception()) and not isinstance(error, _GONE):
+            raise error
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _read_all(context: grpc.aio.ServicerContext[Request, Response], handle: Callable[[Request], None]) -> None:
-    while (message := await _read(context)) is not None:
+async def _read_all(read: Callable[[], Awaitable[Request | None]], handle: Callable[[Request], None]) -> None:
+    while (message := await read()) is not None:
         handle(message)
 
 

@@ -101,6 +101,7 @@ def load_from_pb(pb: worker_service_pb2.InstanceLoad) -> Load:
         used_blocks=pb.used_blocks,
         total_blocks=pb.total_blocks,
         in_doubt_blocks=pb.in_doubt_blocks,
+        receive_credits=pb.receive_credits,
     )
 
 
@@ -111,13 +112,22 @@ def pair_from_pb(pb: coordinator_service_pb2.PairReport) -> tuple[Start, Pair]:
     require(pb.state in known, "pair.state", pb.state, f"use one of {[state.name for state in PairState]}")
     start = Start(pb.context_instance_id, incarnation_from_pb(pb.context_incarnation, "pair.context_incarnation"))
     reasons = tuple(Incompatibility(one.field, one.mine, one.yours, one.remedy) for one in pb.incompatibilities)
-    estimate = None
-    if pb.HasField("estimate"):
-        fixed_s, token_s = pb.estimate.fixed_s, pb.estimate.s_per_token
-        good = 0 <= fixed_s < _LONGEST_S and 0 <= token_s < _LONGEST_S  # NaN is not
-        require(good, "pair.estimate", (fixed_s, token_s), f"use seconds in [0, {_LONGEST_S:g})")
-        estimate = Estimate(fixed_s, token_s, pb.estimate.path)
+    estimate = _estimate_from_pb(pb.estimate, "pair.estimate") if pb.HasField("estimate") else None
     return start, Pair(PairState(pb.state), reasons, estimate)
+
+
+def pair_estimate_from_pb(pb: coordinator_service_pb2.PairEstimate) -> tuple[Start, Estimate]:
+    """The start of the generation instance that an estimate is about, and the estimate."""
+    name = pb.generation.instance_id
+    require(name != "", "estimate.generation.instance_id", "", "name the generation instance")
+    start = Start(name, incarnation_from_pb(pb.generation.incarnation, "estimate.generation.incarnation"))
+    return start, _estimate_from_pb(pb.estimate, "estimate.estimate")
+
+
+def _estimate_from_pb(pb: coordinator_service_pb2.TransferEstimate, field: str) -> Estimate:
+    good = 0 <= pb.fixed_s < _LONGEST_S and 0 <= pb.s_per_token < _LONGEST_S  # NaN is not
+    require(good, field, (pb.fixed_s, pb.s_per_token), f"use seconds in [0, {_LONGEST_S:g})")
+    return Estimate(pb.fixed_s, pb.s_per_token, pb.path)
 
 
 def instance_to_pb(instance: Instance) -> coordinator_service_pb2.InstanceDescriptor:
@@ -142,7 +152,8 @@ def instance_to_pb(instance: Instance) -> coordinator_service_pb2.InstanceDescri
 
 def register_welcome() -> RegisterResponse:
     """Answer to an instance's Hello."""
-    return RegisterResponse(welcome=coordinator_service_pb2.RegisterWelcome(schema_version=SCHEMA_VERSION))
+    welcome = coordinator_service_pb2.RegisterWelcome(schema_version=SCHEMA_VERSION, takes_estimates=True)
+    return RegisterResponse(welcome=welcome)
 
 
 def peers_to_pb(before: tuple[Instance, ...] | None, peers: tuple[Instance, ...]) -> RegisterResponse:

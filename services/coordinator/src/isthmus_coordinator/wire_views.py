@@ -36,6 +36,7 @@ def member_to_pb(view: MemberView) -> coordinator_service_pb2.ClusterMember:
             used_blocks=load.used_blocks,
             total_blocks=load.total_blocks,
             in_doubt_blocks=load.in_doubt_blocks,
+            receive_credits=load.receive_credits,
         ),
         draining=member.draining,
         open_requests=view.open_requests,

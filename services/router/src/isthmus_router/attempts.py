@@ -198,6 +198,7 @@ class Attempts:
             prompt=work.prompt,
             sampling=work.sampling,
             cache_salt=job.question.cache_salt,
+            adapter=job.question.adapter,
             trace=trace,
             left=job.left,
             timeout_s=job.timeout_s,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 from isthmus_core.config import RouterConfig, TlsConfig
 from isthmus_core.rpc import RpcServer
+from isthmus_router.clients import Gate
 from isthmus_router.grpc_server import InferenceServicer, add_inference_service
 from isthmus_router.http.app import Limits, make_app
 from isthmus_router.http.server import HttpServer
@@ -33,21 +35,23 @@ async def serve(
     """Serve both front ends until `stopping` is set, then drain for at most `drain_s` seconds. `shared`: other
     processes listen on the same ports.
 
-    Raises StartError when the gRPC port is taken, and whatever ends the HTTP server before its time.
+    Raises ConfigError when the API keys are wrong, StartError when the gRPC port is taken, and whatever ends the HTTP
+    server before its time.
     """
-    rpc = RpcServer(tls, share_port=shared, max_request_bytes=config.max_body_bytes)
+    gate = Gate(config.clients, time.monotonic)
+    rpc = RpcServer(tls, share_port=shared, max_request_bytes=config.max_body_bytes, on_refused=pipeline.refused)
     tenants = config.admission.tenant_header
-    add_inference_service(rpc, InferenceServicer(pipeline, config.request_timeout_s, config.client_timeout_s, tenants))
-    limits = Limits(
-        config.max_body_bytes, config.request_timeout_s, config.client_timeout_s, tenants, config.coalesce_ms / 1e3
-    )
-    app = make_app(pipeline, limits)
+    servicer = InferenceServicer(pipeline, config.request_timeout_s, config.client_timeout_s, tenants, gate)
+    add_inference_service(rpc, servicer)
+    limits = Limits(config.max_body_bytes, config.request_timeout_s, config.client_timeout_s, tenants)
+    app = make_app(pipeline, limits, gate)
     http = HttpServer(
         app,
         http_socket,
         config.drain_s,
         max_connections=config.max_connections,
         client_timeout_s=config.client_timeout_s,
+        on_refused=pipeline.refused,
     )
     grpc_port = await rpc.start(config.listen, "router.listen")
     http.start()

@@ -11,6 +11,7 @@ from isthmus_core.errors import InvalidRequest
 from isthmus_core.tracing import TraceContext
 from isthmus_router.affinity import check_session
 from isthmus_router.chat import Conversation, ToolCall, Turn, parse_object
+from isthmus_router.quota import Quota
 from isthmus_router.requests import ChatInput, End, GenerateRequest, Logprobs, Part, TextInput, TokenInput
 from isthmus_router.sampling import SamplingOptions
 from isthmus_router.schedules import Wish
@@ -23,9 +24,16 @@ _Sampling = inference_service_pb2.SamplingOptions
 
 
 def parse_generate(
-    request: _Request, timeout_s: float, trace: TraceContext | None, *, session: str = "", tenant: str = ""
+    request: _Request,
+    timeout_s: float,
+    trace: TraceContext | None,
+    *,
+    session: str = "",
+    tenant: str = "",
+    quota: Quota | None = None,
 ) -> GenerateRequest:
-    """The request in a message; `session` and `tenant` as the call's metadata says. Raises InvalidRequest."""
+    """The request in a message; `session` as the call's metadata says, `tenant` and `quota` of who calls. Raises
+    InvalidRequest."""
     if request.WhichOneof("input") == "prompt_token_ids":
         source: TextInput | TokenInput | ChatInput = TokenInput(
             tuple(request.prompt_token_ids.ids), "prompt_token_ids.ids"
@@ -44,6 +52,7 @@ def parse_generate(
         wish=_wish(int(request.schedule)),
         session=check_session(request.session_id or session, "session_id"),
         tenant=tenant,
+        quota=quota,
         trace=trace,
     )
 

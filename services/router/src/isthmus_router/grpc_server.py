@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable
-from contextlib import aclosing
+import time
+from collections.abc import Awaitable, Generator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar, cast
 
 import grpc.aio
 from isthmus.v1 import inference_service_pb2, inference_service_pb2_grpc
 
+from isthmus_core.config import ClientsConfig
 from isthmus_core.errors import DeadlineExceeded, IsthmusError
 from isthmus_core.rpc import RpcServer, abort_with, incoming_trace
-from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER, tenant_of
+from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER
+from isthmus_router.clients import Caller, Gate
 from isthmus_router.grpc_messages import parse_generate, parse_text, to_response
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import GenerateRequest, TokenInput
@@ -25,7 +28,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """The gRPC front end of a pipeline. `request_timeout_s`: deadline of calls that have none; `client_timeout_s`: a
-    client that takes nothing from its stream for so long is dropped; `tenant_header`: metadata that names a tenant."""
+    client that takes nothing from its stream for so long is dropped; `tenant_header`: metadata that names a tenant.
+    Without a `gate` everybody may call."""
 
     def __init__(
         self,
@@ -33,7 +37,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         request_timeout_s: float,
         client_timeout_s: float,
         tenant_header: str = TENANT_HEADER,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate or Gate(ClientsConfig(), time.monotonic)
         self._tenant_header = tenant_header
         self._pipeline = pipeline
         self._request_timeout_s = request_timeout_s
@@ -44,14 +50,16 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         timeout_s = self._timeout_s(context)
 
         async def generate() -> None:
-            said = dict(context.invocation_metadata() or ())
-            parsed = parse_generate(
-                request,
-                timeout_s,
-                incoming_trace(context),
-                session=_text(said.get(SESSION_HEADER)),
-                tenant=tenant_of(_text(said.get(self._tenant_header)), _text(said.get("authorization"))),
-            )
+            with self._counting():
+                caller = self._enter(context)
+                parsed = parse_generate(
+                    request,
+                    timeout_s,
+                    incoming_trace(context),
+                    session=_metadata(context, SESSION_HEADER),
+                    tenant=caller.tenant,
+                    quota=caller.quota,
+                )
             await self._stream(parsed, context)
 
         await self._bounded(generate(), context)
@@ -62,8 +70,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         """Token ids of an input."""
 
         async def tokenize() -> list[int]:
-            source = parse_text(request, special=not request.no_special_tokens, known="prompt and chat")
-            _, ids, _ = await self._pipeline.tokenize(request.model, source)
+            with self._counting():
+                self._enter(context)
+                source = parse_text(request, special=not request.no_special_tokens, known="prompt and chat")
+                _, ids, _ = await self._pipeline.tokenize(request.model, source)
             return ids
 
         return inference_service_pb2.TokenizeResponse(token_ids=await self._bounded(tokenize(), context))
@@ -72,19 +82,43 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: inference_service_pb2.DetokenizeRequest, context: _Context
     ) -> inference_service_pb2.DetokenizeResponse:
         """Text of token ids."""
-        source = TokenInput(tuple(request.token_ids), "token_ids")
-        work = self._pipeline.detokenize(request.model, source, skip_special=request.skip_special_tokens)
-        return inference_service_pb2.DetokenizeResponse(text=await self._bounded(work, context))
+
+        async def detokenize() -> str:
+            with self._counting():
+                self._enter(context)
+                source = TokenInput(tuple(request.token_ids), "token_ids")
+                return await self._pipeline.detokenize(request.model, source, skip_special=request.skip_special_tokens)
+
+        return inference_service_pb2.DetokenizeResponse(text=await self._bounded(detokenize(), context))
 
     async def ListModels(
         self, request: inference_service_pb2.ListModelsRequest, context: _Context
     ) -> inference_service_pb2.ListModelsResponse:
         """Models that can be asked for now."""
-        cards = [
-            inference_service_pb2.ModelCard(name=model.name, max_model_len=model.max_model_len)
-            for model in self._pipeline.models()
-        ]
-        return inference_service_pb2.ListModelsResponse(models=cards)
+
+        async def cards() -> list[inference_service_pb2.ModelCard]:
+            with self._counting():
+                self._enter(context)
+            return [
+                inference_service_pb2.ModelCard(name=model.name, max_model_len=model.max_model_len)
+                for model in self._pipeline.models()
+            ]
+
+        return inference_service_pb2.ListModelsResponse(models=await self._bounded(cards(), context))
+
+    def _enter(self, context: _Context) -> Caller:
+        """Who calls. Raises Unauthenticated or RateLimited."""
+        named = _metadata(context, self._tenant_header)
+        return self._gate.enter(_metadata(context, "authorization"), named)
+
+    @contextmanager
+    def _counting(self) -> Generator[None]:
+        """Count what is refused inside: the pipeline does not see it as a request."""
+        try:
+            yield
+        except IsthmusError as error:
+            self._pipeline.refused(error)
+            raise
 
     async def _bounded(self, work: Awaitable[T], context: _Context) -> T:
         """Do `work` within the call's deadline; its errors end the call."""
@@ -121,8 +155,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return self._request_timeout_s if left is None or math.isinf(left) else left
 
 
-def _text(value: str | bytes | None) -> str:
-    return value.decode("latin-1") if isinstance(value, bytes) else value or ""
+def _metadata(context: _Context, name: str) -> str:
+    """An entry of the call's metadata, "" when there is none."""
+    value = dict(context.invocation_metadata() or ()).get(name, "")
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 def add_inference_service(rpc: RpcServer, servicer: InferenceServicer) -> None:

@@ -27,17 +27,19 @@ from isthmus_router.ports import (
     Sampling,
     Schedule,
     Tokens,
+    TookOver,
     Workers,
 )
 from isthmus_router.schedules import Schedules, is_refusal
+from isthmus_router.taking_over import TakingOver
 
 
 class Legs:
     """Runs the legs of one attempt.
 
     `left()`: seconds until the request's deadline, raises DeadlineExceeded when it has passed. `withdraw(placement,
-    key)`: called once, without waiting, when the context instance may hold pages and the request is over. `schedule`:
-    what is wanted; `schedules` knows which pairs can not do it.
+    key)`: called without waiting when the context instance may work or hold pages for nobody. `schedule`: what is
+    wanted; `schedules` knows which pairs can not do it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Legs:
         prompt: bytes,
         sampling: Sampling,
         cache_salt: bytes,
+        adapter: str,
         trace: TraceContext | None,
         left: Callable[[], float],
         timeout_s: float,
@@ -61,7 +64,7 @@ class Legs:
         self._placement = placement
         self._prompt = prompt
         self._sampling = sampling
-        self._cache_salt = cache_salt
+        self._cache_salt, self._adapter = cache_salt, adapter
         self._trace = trace
         self._left = left
         self._timeout_s = timeout_s
@@ -72,6 +75,7 @@ class Legs:
         self.schedule = schedules.of(placement, schedule)
         # The instance whose call failed, once one has.
         self.failed: InstanceRef | None = None
+        self._over = TakingOver(key)
 
     async def run(self) -> AsyncGenerator[LegEvent, None]:
         """Events of the legs; ends with Finished. Raises IsthmusError."""
@@ -109,19 +113,25 @@ class Legs:
                 yield event
 
     async def _at_once(self, context: InstanceRef, generation: InstanceRef) -> AsyncGenerator[LegEvent, None]:
-        """Both legs run at the same time; an error of either one ends both. The first tokens come from the context leg:
-        what the generation leg says before they are here has to wait."""
+        """Both legs run at the same time; an error of either one ends both, unless the generation leg takes over. The
+        first tokens come from the context leg: what the generation leg says before they are here has to wait."""
         ready: ContextReady | None = None
         early: list[LegEvent] = []
-        legs = (self._context_leg(context, generation_waits=True), self._waiting_leg(context, generation))
-        async with aclosing(merged(legs)) as events:
+        context_leg = self._over.guarded(self._context_leg(context, generation_waits=True))
+        async with aclosing(merged((context_leg, self._waiting_leg(context, generation)))) as events:
             async for number, event in events:
+                if self._over.taken:
+                    rest = self._over.unsaid(event) if number == 1 else None
+                    if rest is not None:
+                        yield rest
+                    continue
                 if number == 1 and ready is None:
                     early.append(event)
                     continue
                 yield event
                 if isinstance(event, ContextReady):
                     ready = event
+                    self._over.told(ready.first_tokens, context.instance_id)
                     for waited in early:
                         yield waited
                 elif isinstance(event, Finished):
@@ -161,9 +171,18 @@ class Legs:
                     yield event
         except RemoteError as error:
             if not is_refusal(error):
+                if self._over.lost is not None:
+                    raise self._over.lost from error
                 raise
             self.schedule = Schedule.CONTEXT_FIRST
             self._schedules.refused(self._placement, error.message)
+
+    def _take_over(self) -> None:
+        """The context leg, if it still runs, works for nobody."""
+        self._over.begin()
+        self.failed = None
+        if self._held:
+            self._withdraw(self._placement, self._key)
 
     def _make(
         self,
@@ -173,7 +192,7 @@ class Legs:
         context: InstanceRef | None = None,
         generation_waits: bool = False,
     ) -> Leg:
-        same = (self._prompt, self._sampling, self._cache_salt)
+        same = (self._prompt, self._sampling, self._cache_salt, self._adapter)
         return Leg(self._key, kind, *same, context_phase, context, generation_waits)
 
     async def _leg(self, instance: InstanceRef, leg: Leg, phases: tuple[str, str]) -> AsyncGenerator[LegEvent, None]:
@@ -183,16 +202,24 @@ class Legs:
         try:
             async with aclosing(call) as events:
                 async for event in events:
+                    if isinstance(event, TookOver):
+                        phase = "prefill"
+                        self._take_over()
+                        continue
                     if isinstance(event, Tokens):
                         phase = phases[1]
                     yield event
         except ConnectionLost as error:
-            self.failed = self.failed or instance
+            self._blame(instance, leg)
             raise WorkerLost(instance.instance_id, phase, self._key) from error
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"request {self._key} ({phase})", self._timeout_s) from error
         except RemoteError:
-            self.failed = self.failed or instance
+            self._blame(instance, leg)
             if leg.kind is LegKind.CONTEXT:
                 self._held = False  # the instance itself ended the leg
             raise
+
+    def _blame(self, instance: InstanceRef, leg: Leg) -> None:
+        if leg.kind is not LegKind.CONTEXT or not self._over.taken:
+            self.failed = self.failed or instance

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError
+from isthmus_core.generation import singles
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Span, Tracing
 from isthmus_router.admission import Admission
@@ -50,7 +51,8 @@ TOKENISER_THREADS = 2
 
 
 class Pipeline:
-    """Serves requests. `tokenizers`: served model name -> tokenizer; `max_text_bytes`: longest text input."""
+    """Serves requests. `tokenizers`: served model name -> tokenizer; `max_text_bytes`: longest text input;
+    `one_by_one`: each token is a part of its own, also when several have come together."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Pipeline:
         max_text_bytes: int,
         rules: Rules | None = None,
         recorder: RequestRecorder | None = None,
+        one_by_one: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         rules, recorder = rules or Rules(), recorder or RequestRecorder()
@@ -80,7 +83,7 @@ class Pipeline:
         self._workers = workers
         self._tokenizers = tokenizers
         self._tracing = tracing
-        self._max_text_bytes = max_text_bytes
+        self._max_text_bytes, self._one_by_one = max_text_bytes, one_by_one
         self._clock = clock
         self._executor = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokeniser")
         self._admission = Admission(rules.admission, clock)
@@ -91,6 +94,10 @@ class Pipeline:
         self._running = 0
         self._recorder = recorder
         self._recorder.watch(lambda: self._running, lambda: coordinator.ready)
+
+    def refused(self, error: IsthmusError) -> None:
+        """A front end has refused a request that never came here: it is counted."""
+        self._recorder.refused(error)
 
     @property
     def running(self) -> int:
@@ -126,18 +133,23 @@ class Pipeline:
         record = self._recorder.begin(request, span.context)
         end: End | None = None
         failure: IsthmusError | None = None
+        said = 0
         self._running += 1
         try:
             async with aclosing(self._serve(request, span, record)) as parts:
                 async for part in parts:
                     if isinstance(part, End):
                         end = part
+                    else:
+                        said += len(part.token_ids)
                     yield part
         except IsthmusError as error:
             failure = error
             raise
         finally:
             self._running -= 1
+            if request.quota is not None:
+                request.quota.spend_tokens(said)  # also of an answer that nobody read to its end
             if end is None and failure is None and request.arrived + request.timeout_s - self._clock() < _CROSSING_S:
                 failure = DeadlineExceeded("the request", request.timeout_s)
             if failure is not None:
@@ -186,7 +198,7 @@ class Pipeline:
             async for event in events:
                 match event:
                     case Tokens():
-                        chunks: Sequence[Tokens] = (event,)
+                        chunks: Sequence[Tokens] = singles(event) if self._one_by_one else (event,)
                     case ContextReady():
                         chunks = event.first_tokens
                     case Finished():

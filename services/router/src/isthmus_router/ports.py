@@ -67,10 +67,10 @@ class Shape(Enum):
 class PlacementRequest:
     """What the choice of instances depends on.
 
-    `prompt`: its tokens as little-endian u32, for the prefix index; requests with different `cache_salt` share nothing
-    there. `affinity` names the conversation (b"" = none): its requests go to the same place while that is there.
-    `excluded`: incarnations of instances that shall not get it. `local_prefill_tokens`: a generation instance computes
-    the prompt itself when at most so many of its tokens are not cached there; 0 = never.
+    `prompt`: its tokens as little-endian u32, for the prefix index; requests with different `cache_salt` or LoRA
+    `adapter` share nothing there. `affinity` names the conversation (b"" = none): its requests go to the same place
+    while that is there. `excluded`: incarnations of instances that shall not get it. `local_prefill_tokens`: a
+    generation instance computes the prompt itself when at most so many of its tokens are not cached there; 0 = never.
     """
 
     key: RequestKey
@@ -84,6 +84,7 @@ class PlacementRequest:
     excluded: tuple[bytes, ...] = ()
     shape: Shape = Shape.ANY
     local_prefill_tokens: int = 0
+    adapter: str = ""
 
 
 class Coordinator(Protocol):
@@ -136,7 +137,9 @@ class Leg:
     """One call of a worker. GENERATION has either `context_phase`, or `context` when both legs start at once.
 
     `context_phase` is passed on unread, so that fields that this router does not know reach the generation instance.
-    Requests with different `cache_salt` share no cache. `generation_waits`: a CONTEXT leg started at the same time.
+    Requests with different `cache_salt` share no cache. `adapter`: name of a LoRA adapter, empty for none.
+    `generation_waits`: a CONTEXT leg started at the same time. A GENERATION leg with `context` may take over: see
+    `TookOver`.
     """
 
     key: RequestKey
@@ -144,6 +147,7 @@ class Leg:
     prompt: bytes
     sampling: Sampling
     cache_salt: bytes = b""
+    adapter: str = ""
     context_phase: ContextPhaseParams | None = None
     context: InstanceRef | None = None
     generation_waits: bool = False
@@ -156,6 +160,14 @@ class ContextReady:
     first_tokens: tuple[Tokens, ...]
     params: ContextPhaseParams
     report: RequestReport
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """A generation leg goes on without the context leg that was started with it. Its Tokens, which come later, begin
+    with the first one of every answer."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +189,9 @@ class Workers(Protocol):
 
     def generate(
         self, instance: InstanceRef, leg: Leg, *, timeout_s: float, trace: TraceContext | None
-    ) -> AsyncGenerator[LegEvent, None]:
-        """Run a leg: any number of Tokens, then exactly one ContextReady (context legs only) or Finished.
+    ) -> AsyncGenerator[LegEvent | TookOver, None]:
+        """Run a leg: any number of Tokens (after a TookOver, when there is one), then exactly one ContextReady (context
+        legs only) or Finished.
 
         Raises IsthmusError: what the worker answered, `ConnectionLost` when the instance can not be reached or the
         connection broke, DeadlineExceeded after `timeout_s` seconds. Closing the generator cancels the leg.

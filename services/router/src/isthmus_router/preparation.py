@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import assert_never
@@ -37,6 +37,13 @@ def resolve_model(name: str, tokenizers: Mapping[str, Tokenizer]) -> tuple[str, 
     if tokenizer is None:
         raise UnknownModel(name, sorted(tokenizers))
     return name, tokenizer
+
+
+def split_adapter(name: str, tokenizers: Collection[str]) -> tuple[str, str]:
+    """Name of a model and of a LoRA adapter of it ("" = none), of "MODEL:ADAPTER"; a model that is itself called so
+    wins."""
+    model, _, adapter = name.partition(":")
+    return (model, adapter) if adapter and name not in tokenizers else (name, "")
 
 
 def budget(

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from isthmus_core.logs import about
 from isthmus_core.metrics import NO_METRICS, Metrics
 from isthmus_core.metrics import services as metric
+from isthmus_router.preparation import split_adapter
 from isthmus_router.requests import ChatInput, TextInput
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class RequestRecorder:
         """A request goes on elsewhere."""
         self._metrics.add(metric.RETRIES, 1, reason)
 
+    def refused(self, error: IsthmusError) -> None:
+        """Something was refused before it was a request: no key, a body that is none, a connection too many."""
+        self._metrics.add(metric.REFUSALS, 1, kind_of(error))
+
     def begin(self, request: GenerateRequest, trace: TraceContext | None) -> RequestRecord:
         """A request has arrived."""
         return RequestRecord(self, request, trace)
@@ -56,7 +61,8 @@ class RequestRecorder:
     def count(self, record: RequestRecord, outcome: str, end: End | None, failure: IsthmusError | None) -> None:
         """A request is over: its metrics and its line."""
         model = record.request.model or next(iter(self._models), "")
-        label = model if model in self._models else "unknown"
+        base, _ = split_adapter(model, self._models)
+        label = base if base in self._models else "unknown"
         self._metrics.add(metric.REQUESTS, 1, label, outcome)
         if record.fell_back:
             self._metrics.add(metric.SCHEDULE_FALLBACKS, 1)
@@ -135,6 +141,8 @@ class RequestRecord:
 
 def kind_of(error: IsthmusError) -> str:
     """A word for what went wrong: the name of the typed detail, which crosses the wire, or of the status code."""
+    if error.word:
+        return error.word
     if error.detail is None:
         return error.code.name.lower()
     return _WORD.sub("_", error.detail.DESCRIPTOR.name).lower()

@@ -10,6 +10,7 @@ from isthmus.v1.generation_pb2 import RequestReport
 from isthmus_core.tracing import TraceContext
 from isthmus_router.chat import Conversation
 from isthmus_router.ports import FinishReason
+from isthmus_router.quota import Quota
 from isthmus_router.sampling import SamplingOptions
 from isthmus_router.schedules import Wish
 
@@ -48,8 +49,8 @@ class GenerateRequest:
     `operation` names the root span. `max_tokens` None: `default_max_tokens`, at most what the model's context leaves
     (all of that when it is None too). Requests with different `cache_salt` share no cache. `wish`: how the client wants
     it divided; None = the router decides. `session` names the conversation, `tenant` who asks; both may be empty.
-    `label` is the client's name for the request, for traces. `timeout_s` counts from `arrived` (monotonic seconds);
-    `arrived_ns` is the same moment in Unix time.
+    `quota`: what that client may ask for (None: no limits). `label` is the client's name for the request, for traces.
+    `timeout_s` counts from `arrived` (monotonic seconds); `arrived_ns` is the same moment in Unix time.
     """
 
     operation: str
@@ -65,6 +66,7 @@ class GenerateRequest:
     wish: Wish | None = None
     session: str = ""
     tenant: str = ""
+    quota: Quota | None = None
     label: str = ""
     trace: TraceContext | None = None
     arrived: float = field(default_factory=time.monotonic)

@@ -10,6 +10,7 @@ import socket
 import time
 from contextlib import AsyncExitStack
 
+from isthmus_core.api_keys import read_keys
 from isthmus_core.logs import setup_logging
 from isthmus_core.process import prove_port_free, split_address
 from isthmus_core.service import ServiceContext
@@ -53,6 +54,8 @@ async def run_router(context: ServiceContext, *, status_fd: int | None = None) -
     router_id = f"router-{socket.gethostname()}-{os.getpid()}"
     setup_logging(config.logging, "router", router_id)
     raise_file_limit(config.router.max_connections)
+    if config.router.clients.keys_file is not None:
+        read_keys(config.router.clients.keys_file)  # what is wrong with them is said before anybody is waited for
     if not shared:
         host, port = split_address(config.router.listen, "router.listen")
         prove_port_free(host, port, "router.listen")
@@ -72,7 +75,8 @@ async def run_router(context: ServiceContext, *, status_fd: int | None = None) -
             watch = ClusterWatch(target, config.tls)
             parts.push_async_callback(watch.close)
             coordinator = LocalPlacement(client, lambda: watch.view, config.router.policy, time.monotonic)
-        workers = WorkerClient(config.tls)
+        gather_s = config.router.coalesce_ms / 1e3
+        workers = WorkerClient(config.tls, gather_s=gather_s)
         parts.push_async_callback(workers.close)
         pipeline = Pipeline(
             coordinator,
@@ -81,6 +85,7 @@ async def run_router(context: ServiceContext, *, status_fd: int | None = None) -
             telemetry.tracing,
             max_text_bytes=config.router.max_body_bytes,
             rules=Rules.of(config.router),
+            one_by_one=not gather_s,
             recorder=RequestRecorder(telemetry.metrics, tuple(tokenizers), log_prompts=config.logging.log_prompts),
         )
         parts.push_async_callback(pipeline.close)

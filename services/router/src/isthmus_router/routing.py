@@ -17,7 +17,7 @@ from isthmus_router.admission import Admission
 from isthmus_router.affinity import affinity_key
 from isthmus_router.attempts import Attempts, Job, Shared
 from isthmus_router.ports import PlacementRequest, Sampling
-from isthmus_router.preparation import budget, resolve_model, tokenise
+from isthmus_router.preparation import budget, resolve_model, split_adapter, tokenise
 from isthmus_router.reporting import describe_placement
 from isthmus_router.requests import GenerateRequest
 from isthmus_router.rules import Rules
@@ -29,6 +29,9 @@ FIRST_ATTEMPT = 0
 # What an answer without a limit is thought to cost, for fairness between tenants: few use what they may.
 _USUAL_ANSWER = 256
 _LEASE_POLL_S = 0.1
+# A coordinator places requests a moment before it says that the model is served; with a local policy, which places by
+# what was known before the coordinator was restarted, some seconds before.
+_NEWS_S, _NEWS_POLL_S = 5.0, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Routing:
     def resolve(self, model: str) -> tuple[str, Tokenizer]:
         """Served name and tokenizer. Raises UnknownModel or InvalidRequest."""
         try:
-            return resolve_model(model, self._tokenizers)
+            return resolve_model(split_adapter(model, self._tokenizers)[0], self._tokenizers)
         except UnknownModel as error:
             known = [served.name for served in self._coordinator.served() if served.name in self._tokenizers]
             raise UnknownModel(model, known) from error
@@ -103,7 +106,11 @@ class Routing:
         check(request.sampling, tokenizer.vocab_size)
         # Before anything is computed: a refusal must be cheap.
         self._admission.check(request.tenant)
+        if request.quota is not None:
+            request.quota.check_tokens()
         prompt = await self._tokenise(request, model, tokenizer, left())
+        if request.quota is not None:
+            request.quota.spend_tokens(len(prompt))
         sampling = await self._settle(request, model, tokenizer, prompt, span.context, left)
         await self._admission.enter(request.tenant, len(prompt) + (request.max_tokens or _USUAL_ANSWER), left())
         try:
@@ -118,6 +125,7 @@ class Routing:
                 sampling.max_tokens,
                 prompt=token_ids.pack(prompt),
                 cache_salt=request.cache_salt,
+                adapter=split_adapter(request.model, self._tokenizers)[1],
                 affinity=affinity_key(request.session, request.tenant, request.input),
                 shape=shape,
                 local_prefill_tokens=local,
@@ -169,7 +177,7 @@ class Routing:
         if limit is None:
             key = await self._key(request.request_id, left)
             await self._explain_unserved(key, model, len(prompt), trace, left())
-            raise NoCapacity(f"model {model} is only just being served", retry_after_s=0.1)
+            limit = await self._limit_soon(model, left)
         max_tokens = budget(
             len(prompt),
             limit,
@@ -187,6 +195,15 @@ class Routing:
         """Let the coordinator say why the model has no placement: it knows who is missing. Normally raises."""
         await self._coordinator.select(PlacementRequest(key, model, prompt_tokens, 1, trace), timeout_s)
         self._coordinator.finish(key)
+
+    async def _limit_soon(self, model: str, left: Callable[[], float]) -> int:
+        """The model has a place: the news of it are on their way. Raises NoCapacity when they do not come."""
+        until = self._clock() + _NEWS_S
+        while (limit := self._limit(model)) is None:
+            if self._clock() >= until:
+                raise NoCapacity(f"model {model} is only just being served", retry_after_s=0.1)
+            await asyncio.sleep(min(_NEWS_POLL_S, left()))
+        return limit
 
     def _limit(self, model: str) -> int | None:
         return next((served.max_model_len for served in self._coordinator.served() if served.name == model), None)

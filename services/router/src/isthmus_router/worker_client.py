@@ -18,7 +18,7 @@ from isthmus_core.errors import DeadlineExceeded, InternalError, IsthmusError, f
 from isthmus_core.keys import RequestKey
 from isthmus_core.rpc import open_channel, outgoing_metadata
 from isthmus_core.tracing import TraceContext
-from isthmus_router.ports import ConnectionLost, InstanceRef, Leg, LegEvent, Tokens
+from isthmus_router.ports import ConnectionLost, InstanceRef, Leg, LegEvent, Tokens, TookOver
 from isthmus_router.worker_messages import to_event, to_key, to_request
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,13 @@ class _Connection:
 
 
 class WorkerClient:
-    """Implements `ports.Workers`. One event loop owns it."""
+    """Implements `ports.Workers`. One event loop owns it. `gather_s`: tokens of a leg may wait so long at the worker to
+    come together."""
 
-    def __init__(self, tls: TlsConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tls = tls
+    def __init__(
+        self, tls: TlsConfig | None = None, clock: Callable[[], float] = time.monotonic, gather_s: float = 0.0
+    ) -> None:
+        self._tls, self._gather_s = tls, gather_s
         self._clock = clock
         self._connections: dict[tuple[str, bytes], _Connection] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -58,15 +61,16 @@ class WorkerClient:
 
     async def generate(
         self, instance: InstanceRef, leg: Leg, *, timeout_s: float, trace: TraceContext | None
-    ) -> AsyncGenerator[LegEvent, None]:
+    ) -> AsyncGenerator[LegEvent | TookOver, None]:
         """Run a leg (contract: `ports.Workers.generate`)."""
         connection = self._acquire(instance)
-        call = connection.stub.Generate(to_request(leg), timeout=timeout_s, metadata=outgoing_metadata(trace))
+        request = to_request(leg, self._gather_s)
+        call = connection.stub.Generate(request, timeout=timeout_s, metadata=outgoing_metadata(trace))
         ended = False
         try:
             async for response in call:
                 event = to_event(response, leg, instance)
-                ended = not isinstance(event, Tokens)
+                ended = not isinstance(event, Tokens | TookOver)
                 yield event
                 if ended:
                     return

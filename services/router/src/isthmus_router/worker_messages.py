@@ -16,6 +16,7 @@ from isthmus_router.ports import (
     LegKind,
     Sampling,
     Tokens,
+    TookOver,
 )
 
 
@@ -24,8 +25,8 @@ def to_key(key: RequestKey) -> common_pb2.RequestKey:
     return common_pb2.RequestKey(request_id=key.request_id, attempt=key.attempt)
 
 
-def to_request(leg: Leg) -> worker_service_pb2.WorkerServiceGenerateRequest:
-    """Message that asks a worker for a leg."""
+def to_request(leg: Leg, gather_s: float = 0.0) -> worker_service_pb2.WorkerServiceGenerateRequest:
+    """Message that asks a worker for a leg. `gather_s`: tokens may wait so long to come together."""
     return worker_service_pb2.WorkerServiceGenerateRequest(
         key=to_key(leg.key),
         request_type=worker_service_pb2.RequestType.Name(leg.kind.value),
@@ -33,8 +34,11 @@ def to_request(leg: Leg) -> worker_service_pb2.WorkerServiceGenerateRequest:
         sampling=sampling_to_pb(leg.sampling),
         context_phase=leg.context_phase,
         cache_salt=leg.cache_salt,
+        adapter=leg.adapter,
         context_instance=None if leg.context is None else _instance(leg.context),
         generation_waits=leg.generation_waits,
+        gather_us=round(gather_s * 1e6),
+        may_take_over=leg.context is not None,
     )
 
 
@@ -44,7 +48,9 @@ def _instance(instance: InstanceRef) -> generation_pb2.ContextInstance:
     )
 
 
-def to_event(response: worker_service_pb2.WorkerServiceGenerateResponse, leg: Leg, instance: InstanceRef) -> LegEvent:
+def to_event(
+    response: worker_service_pb2.WorkerServiceGenerateResponse, leg: Leg, instance: InstanceRef
+) -> LegEvent | TookOver:
     """The event in a worker's message. Raises InternalError when the worker breaks the protocol."""
     kind = response.WhichOneof("event")
     try:
@@ -54,6 +60,8 @@ def to_event(response: worker_service_pb2.WorkerServiceGenerateResponse, leg: Le
             ready = response.context_ready
             first = tuple(_tokens(chunk, leg.sampling) for chunk in ready.params.first_tokens)
             return ContextReady(first, ready.params, ready.report)
+        if kind == "took_over" and leg.context is not None:
+            return TookOver(response.took_over.reason)
         if kind == "finished":
             return Finished(response.finished.report)
     except ValueError as error:

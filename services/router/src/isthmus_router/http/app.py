@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -13,10 +14,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from isthmus_core.config import ClientsConfig
 from isthmus_core.errors import InternalError, InvalidRequest, IsthmusError, UnknownModel, shorten
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from isthmus_core.tracing import parse_traceparent
-from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER, check_session, tenant_of
+from isthmus_router.affinity import SESSION_HEADER, TENANT_HEADER, check_session
+from isthmus_router.clients import Caller, Gate
 from isthmus_router.http.answers import ChatShape, CompletionShape, Shape
 from isthmus_router.http.body import read_body
 from isthmus_router.http.convert import Arrival, chat_input, chat_request, completion_requests
@@ -40,14 +43,12 @@ from isthmus_router.requests import ChatInput, GenerateRequest, TextInput, Token
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a client may send and how long it may take. `request_timeout_s`: longest deadline of a request;
-    `client_timeout_s`: longest time to send a request or to take a piece of its answer; `tenant_header` names who asks;
-    `coalesce_s`: as for `Answer`."""
+    `client_timeout_s`: longest time to send a request or to take a piece of its answer; `tenant_header`: who asks."""
 
     max_body_bytes: int
     request_timeout_s: float
     client_timeout_s: float
     tenant_header: str = TENANT_HEADER
-    coalesce_s: float = 0.0
 
 
 MAX_LABEL_CHARS = 200
@@ -55,11 +56,12 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 class Endpoints:
-    """The handlers. `limits`: what a client may send and how long it may take."""
+    """The handlers. `limits`: what a client may send and how long it may take; `gate`: who may ask."""
 
-    def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
+    def __init__(self, pipeline: Pipeline, limits: Limits, gate: Gate) -> None:
         self._pipeline = pipeline
         self._limits = limits
+        self._gate = gate
         self._started = int(time.time())
 
     async def chat_completions(self, request: Request) -> Answer:
@@ -85,6 +87,7 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: of a prompt or of messages."""
+        self._enter(request)
         raw = await self._body(request)
         if parse_keys(raw).isdisjoint(("messages",)):
             body: TokenizeTextRequest | TokenizeChatRequest = parse_body(TokenizeTextRequest, raw)
@@ -102,17 +105,20 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
+        self._enter(request)
         body = parse_body(DetokenizeRequest, await self._body(request))
         source = TokenInput(tuple(body.tokens), "tokens")
         text = await self._pipeline.detokenize(body.model, source, skip_special=False)
         return JSONResponse({"prompt": text})
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
+        self._enter(request)
         return JSONResponse({"object": "list", "data": [self._card(model) for model in self._pipeline.models()]})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{name}`."""
+        self._enter(request)
         name = request.path_params["name"]
         models = self._pipeline.models()
         for model in models:
@@ -146,11 +152,16 @@ class Endpoints:
             stream=bool(body.stream),
             include_usage=body.include_usage,
             client_timeout_s=self._limits.client_timeout_s,
-            coalesce_s=self._limits.coalesce_s,
         )
 
+    def _enter(self, request: Request) -> Caller:
+        """Who asks. Raises Unauthenticated or RateLimited."""
+        headers = request.headers
+        return self._gate.enter(headers.get("authorization", ""), headers.get(self._limits.tenant_header, ""))
+
     def _arrival(self, request: Request) -> Arrival:
-        """What the headers say. Raises InvalidRequest."""
+        """What the headers say. Raises Unauthenticated, RateLimited or InvalidRequest."""
+        caller = self._enter(request)
         label = request.headers.get("x-request-id", "")
         if len(label) > MAX_LABEL_CHARS or not (label.isascii() and label.isprintable()):
             raise InvalidRequest("x-request-id", repr(shorten(label)), f"use up to {MAX_LABEL_CHARS} ASCII characters")
@@ -163,9 +174,8 @@ class Endpoints:
             label=label,
             trace=None if traceparent is None else parse_traceparent(traceparent),
             session=check_session(request.headers.get(SESSION_HEADER, ""), SESSION_HEADER),
-            tenant=tenant_of(
-                request.headers.get(self._limits.tenant_header, ""), request.headers.get("authorization", "")
-            ),
+            tenant=caller.tenant,
+            quota=caller.quota,
         )
 
     def _model_name(self, asked: str) -> str:
@@ -182,9 +192,9 @@ class Endpoints:
         }
 
 
-def make_app(pipeline: Pipeline, limits: Limits) -> Starlette:
-    """The ASGI application over a pipeline."""
-    endpoints = Endpoints(pipeline, limits)
+def make_app(pipeline: Pipeline, limits: Limits, gate: Gate | None = None) -> Starlette:
+    """The ASGI application over a pipeline. Without a gate everybody may ask."""
+    endpoints = Endpoints(pipeline, limits, gate or Gate(ClientsConfig(), time.monotonic))
     routes = [
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -196,9 +206,13 @@ def make_app(pipeline: Pipeline, limits: Limits) -> Starlette:
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/openapi.json", endpoints.openapi, methods=["GET"]),
     ]
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return _refusal(pipeline, request, error)
+
     handlers = {
-        IsthmusError: _on_error,
-        HTTPException: _on_http_error,
+        IsthmusError: on_error,
+        HTTPException: on_error,
         ClientDisconnect: _on_disconnect,
         Exception: _on_crash,
     }
@@ -226,21 +240,17 @@ def _timeout_s(request: Request, longest_s: float) -> float:
     return min(seconds, longest_s)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+def _refusal(pipeline: Pipeline, request: Request, error: Exception) -> Response:
+    """What did not become an answer of the pipeline, which counts its own: counted and explained."""
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        code = "unknown_url" if error.status_code == 404 else None
+        headers, error = error.headers, HttpError(error.status_code, message, code)
     if not isinstance(error, IsthmusError):
         raise error
-    return error_response(error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(
-        HttpError(error.status_code, message, "unknown_url" if error.status_code == 404 else None)
-    )
-    response.headers.update(error.headers or {})
-    return response
+    pipeline.refused(error)
+    return error_response(error, headers)
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:

@@ -16,6 +16,7 @@ from isthmus_router.http.schemas import (
     GenerationBody,
     ToolBody,
 )
+from isthmus_router.quota import Quota
 from isthmus_router.requests import ChatInput, GenerateRequest, TextInput, TokenInput
 from isthmus_router.sampling import SamplingOptions
 from isthmus_router.schedules import Wish
@@ -38,6 +39,7 @@ class Arrival:
     trace: TraceContext | None
     session: str = ""
     tenant: str = ""
+    quota: Quota | None = None
 
 
 def chat_request(body: ChatCompletionRequest, arrival: Arrival) -> GenerateRequest:
@@ -57,6 +59,7 @@ def chat_request(body: ChatCompletionRequest, arrival: Arrival) -> GenerateReque
         wish=wish(body),
         session=arrival.session,
         tenant=arrival.tenant,
+        quota=arrival.quota,
         label=arrival.label,
         trace=arrival.trace,
         arrived=arrival.arrived,
@@ -88,6 +91,7 @@ def completion_requests(body: CompletionRequest, arrival: Arrival) -> list[Gener
             wish=wish(body),
             session=arrival.session,
             tenant=arrival.tenant,
+            quota=arrival.quota,
             label=arrival.label,
             trace=arrival.trace,
             arrived=arrival.arrived,

@@ -16,6 +16,7 @@ from isthmus_router.preparation import ContextLengthExceeded
 # code of the error -> HTTP status, OpenAI's type, OpenAI's code
 _KINDS: Mapping[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", None),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
     grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error", "not_found"),
     grpc.StatusCode.ALREADY_EXISTS: (409, "invalid_request_error", "duplicate_request"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "overloaded"),
@@ -38,6 +39,7 @@ class HttpError(IsthmusError):
         super().__init__(message)
         self.status = status
         self.error_code = code
+        self.word = code or f"http_{status}"
 
 
 def error_body(error: IsthmusError) -> dict[str, Any]:
@@ -48,15 +50,19 @@ def error_body(error: IsthmusError) -> dict[str, Any]:
         param = error.detail.field
     elif isinstance(error.detail, errors_pb2.UnknownModel):
         param, code = "model", "model_not_found"
+    elif isinstance(error.detail, errors_pb2.RateLimited):
+        code = "rate_limit_exceeded"
     if isinstance(error, ContextLengthExceeded):
         code = "context_length_exceeded"
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: IsthmusError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The error as a response with its status; 429 and 503 say when to retry."""
+    """The error as a response with its status; 429 and 503 say when to retry, 401 what to show."""
     status = _classify(error)[0]
     headers = dict(headers or {})
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         hint = retry_after_s(error)
         headers["retry-after"] = str(max(1, math.ceil(_DEFAULT_RETRY_S if hint is None else hint)))

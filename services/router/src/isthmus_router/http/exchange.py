@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from isthmus_core.errors import DeadlineExceeded, IsthmusError
 from isthmus_router.http.answers import DONE, Choice, EventFrame, Shape, event, usage_of
 from isthmus_router.http.errors import error_body, error_response
-from isthmus_router.http.gather import gathered
 from isthmus_router.merge import merged
 from isthmus_router.pipeline import Pipeline
 from isthmus_router.requests import End, GenerateRequest, Part
@@ -37,8 +36,7 @@ class Answer:
     """An ASGI response that generates. Nothing runs before it is called; the client's disconnect cancels it.
 
     `requests`: one for each prompt, with `n` answers each; choices are numbered prompt by prompt. `client_timeout_s`: a
-    client that takes nothing of its answer for so long is dropped. `coalesce_s`: what comes within so many seconds of
-    the last event of a stream goes out as one.
+    client that takes nothing of its answer for so long is dropped.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Answer:
         stream: bool,
         include_usage: bool,
         client_timeout_s: float,
-        coalesce_s: float = 0.0,
     ) -> None:
         self._pipeline = pipeline
         self._requests = requests
@@ -58,7 +55,6 @@ class Answer:
         self._stream = stream
         self._include_usage = include_usage
         self._client_timeout_s = client_timeout_s
-        self._coalesce_s = coalesce_s
         self._n = requests[0].sampling.n
         self._request_id = 0
         self._started = False
@@ -117,34 +113,29 @@ class Answer:
         frames: dict[int, EventFrame] = {}
         ends: list[End] = []
         # The status waits for the first part, so that everything that goes wrong before has a status of its own.
-        async with aclosing(gathered(parts, self._coalesce_s)) as bunches:
-            async for bunch in bunches:
-                pieces: dict[int, Choice] = {}
-                for number, part in bunch:
-                    self._request_id = self._request_id or part.request_id
-                    if isinstance(part, End):
-                        ends.append(part)
-                        continue
-                    index = number * self._n + part.index
-                    pieces.setdefault(index, Choice(index)).add(part)
-                if pieces:
-                    await self._send(b"".join(self._events(pieces, frames)), send)
+        async for number, part in parts:
+            self._request_id = self._request_id or part.request_id
+            if isinstance(part, End):
+                ends.append(part)
+                continue
+            piece = Choice(number * self._n + part.index)
+            piece.add(part)
+            await self._send(b"".join(self._events(piece, frames)), send)
         last = event(self._shape.usage(self._request_id, usage_of(ends))) if self._include_usage else b""
         await self._send(last + DONE, send, done=True)
 
-    def _events(self, pieces: dict[int, Choice], frames: dict[int, EventFrame]) -> Iterator[bytes]:
-        """Events of new pieces; `frames`: of the choices that have been opened."""
-        for index, piece in pieces.items():
-            frame = frames.get(index)
-            if frame is None:
-                opening = self._shape.opening(self._request_id, index)
-                if opening is not None:
-                    yield event(opening)
-                frame = frames[index] = EventFrame(self._shape, self._request_id, index)
-            if piece.reason is not None or piece.logprobs:
-                yield event(self._shape.piece(self._request_id, piece))
-            elif text := "".join(piece.texts):
-                yield frame.event(text)
+    def _events(self, piece: Choice, frames: dict[int, EventFrame]) -> Iterator[bytes]:
+        """Events of a new piece; `frames`: of the choices that have been opened."""
+        frame = frames.get(piece.index)
+        if frame is None:
+            opening = self._shape.opening(self._request_id, piece.index)
+            if opening is not None:
+                yield event(opening)
+            frame = frames[piece.index] = EventFrame(self._shape, self._request_id, piece.index)
+        if piece.reason is not None or piece.logprobs:
+            yield event(self._shape.piece(self._request_id, piece))
+        elif text := "".join(piece.texts):
+            yield frame.event(text)
 
     async def _send(self, body: bytes, send: Send, *, done: bool = False) -> None:
         if not self._started:

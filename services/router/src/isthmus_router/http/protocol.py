@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -22,10 +23,18 @@ LINGER_S = 5.0
 
 class BoundedProtocol(H11Protocol):
     """One connection. Besides `max_connections` others it is refused with 503; a head that is not complete
-    `client_timeout_s` seconds after its first byte (or the connect) is answered with 408."""
+    `client_timeout_s` seconds after its first byte (or the connect) is answered with 408; `on_refused` hears both."""
 
-    def __init__(self, *arguments: Any, max_connections: int, client_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        max_connections: int,
+        client_timeout_s: float,
+        on_refused: Callable[[HttpError], None],
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        self._on_refused = on_refused
         self._max_connections = max_connections
         self._client_timeout_s = client_timeout_s
         self._timer: asyncio.TimerHandle | None = None
@@ -85,6 +94,7 @@ class BoundedProtocol(H11Protocol):
     def _last_word(self, error: HttpError) -> None:
         """Say why, then close."""
         self._refused = True
+        self._on_refused(error)
         body = json.dumps(error_body(error)).encode()
         phrase = {408: "Request Timeout", 503: "Service Unavailable"}[error.status]
         head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import cast
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from isthmus_core.errors import StartError
 from isthmus_core.process import split_address
+from isthmus_router.http.errors import HttpError
 from isthmus_router.http.protocol import BoundedProtocol
 
 _FIELD = "router.http_listen"
@@ -50,9 +51,21 @@ class HttpServer:
     are those of `BoundedProtocol`."""
 
     def __init__(
-        self, app: ASGIApp, sock: socket.socket, drain_s: float, *, max_connections: int, client_timeout_s: float
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        drain_s: float,
+        *,
+        max_connections: int,
+        client_timeout_s: float,
+        on_refused: Callable[[HttpError], None] = lambda _: None,
     ) -> None:
-        protocol = partial(BoundedProtocol, max_connections=max_connections, client_timeout_s=client_timeout_s)
+        protocol = partial(
+            BoundedProtocol,
+            max_connections=max_connections,
+            client_timeout_s=client_timeout_s,
+            on_refused=on_refused,
+        )
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", protocol),
