@@ -8,15 +8,29 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from dataclasses import asdict
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from isthmus_client.client import Client
-from isthmus_client.commands import inspect, load, operate, settings, talk, watch
-from isthmus_client.commands.shared import COORDINATOR_PORT, GRPC_PORT, HTTP_PORT, Connection, console, run, say
+from isthmus_client.client import get_cluster
+from isthmus_client.commands import inspect, keys, load, operate, settings, talk, watch
+from isthmus_client.commands.shared import (
+    COORDINATOR_PORT,
+    GRPC_PORT,
+    HTTP_PORT,
+    AsJson,
+    Connection,
+    console,
+    note,
+    run,
+    say,
+    show_json,
+    tell,
+)
 from isthmus_client.demo import run_demo
 from isthmus_client.local import prepare_cluster
 from isthmus_client.runs import stop_runs
@@ -50,8 +64,23 @@ def up(
     context_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("context"))] = None,
     generation_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("generation"))] = None,
     unsplit_set: Annotated[list[str] | None, typer.Option(help=_OWN.format("unsplit"))] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs: the endpoints, when it is ready")] = False,
 ) -> None:
     """Run a cluster on this machine until Ctrl-C."""
+
+    tell_people = note if as_json else say
+
+    async def serve(cluster: LocalCluster, stopping: asyncio.Event) -> None:
+        # The coordinator knows it too, and asks for no API key.
+        served = (await get_cluster(cluster.coordinator_endpoint, tls=cluster.tls)).models[0].name
+        places = (cluster.grpc_endpoint, cluster.http_endpoint, cluster.coordinator_endpoint)
+        if as_json:
+            show_json(dict(zip(("grpc", "http", "coordinator", "model"), (*places, served), strict=True)), lines=True)
+        else:
+            for line in endpoint_lines(*places, served):
+                say(line)
+        await stopping.wait()
+        tell_people("stopping (Ctrl-C again kills)")
 
     async def main() -> None:
         cluster = await prepare_cluster(
@@ -63,23 +92,14 @@ def up(
             config=config,
             log_dir=log_dir,
             ports=(grpc_port, http_port, coordinator_port),
-            report=say,
+            report=tell_people,
             own={"context": context_set or [], "generation": generation_set or [], "unsplit": unsplit_set or []},
         )
-        say(f"starting {len(cluster.specs)} processes (logs: {cluster.run.logs})")
-        await run_cluster(cluster, _serve, start_timeout_s=start_timeout)
-        say("stopped")
+        tell_people(f"starting {len(cluster.specs)} processes (logs: {cluster.run.logs})")
+        await run_cluster(cluster, serve, start_timeout_s=start_timeout)
+        tell_people("stopped")
 
     run(main())
-
-
-async def _serve(cluster: LocalCluster, stopping: asyncio.Event) -> None:
-    async with Client(cluster.grpc_endpoint, tls=cluster.tls) as client:
-        model = (await client.list_models())[0].name
-    for line in endpoint_lines(cluster.grpc_endpoint, cluster.http_endpoint, cluster.coordinator_endpoint, model):
-        say(line)
-    await stopping.wait()
-    say("stopping (Ctrl-C again kills)")
 
 
 def endpoint_lines(grpc: str, http: str, coordinator: str, model: str) -> list[str]:
@@ -100,12 +120,15 @@ def endpoint_lines(grpc: str, http: str, coordinator: str, model: str) -> list[s
 
 
 @app.command()
-def down(timeout: Annotated[float, typer.Option(help="seconds to wait for the end")] = 60.0) -> None:
+def down(
+    timeout: Annotated[float, typer.Option(help="seconds to wait for the end")] = 60.0, as_json: AsJson = False
+) -> None:
     """Stop every cluster that `up` started on this machine for this user."""
 
     async def main() -> None:
         stopped = await asyncio.to_thread(stop_runs, timeout)
-        say(f"stopped {len(stopped)} cluster(s)" if stopped else "no cluster is running")
+        line = f"stopped {len(stopped)} cluster(s)" if stopped else "no cluster is running"
+        tell({"stopped": stopped}, line, as_json=as_json)
 
     run(main())
 
@@ -115,15 +138,25 @@ def demo(
     question: Annotated[str, typer.Argument(help="what to ask")] = "What is the capital of France?",
     model: Annotated[str, typer.Option(help="default, a folder, or ORG/NAME")] = "default",
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 64,
+    as_json: AsJson = False,
 ) -> None:
     """Start a split cluster, ask a question, show where the time went, stop."""
-    run(run_demo(console, question=question, model=model, max_tokens=max_tokens))
+
+    async def main() -> None:
+        shown = Console(stderr=True) if as_json else console
+        parts = await run_demo(shown, question=question, model=model, max_tokens=max_tokens)
+        if as_json:
+            times = [asdict(part.end.timeline) for part in parts if part.end is not None]
+            show_json({"text": "".join(part.text for part in parts), "timeline": times[0]})
+
+    run(main())
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    print(f"isthmus {package_version('isthmus-client')}")
+    known = package_version("isthmus-client")
+    tell({"version": known}, f"isthmus {known}", as_json=as_json)
 
 
 for _command in (
@@ -143,6 +176,7 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(settings.config, name="config")
+app.add_typer(keys.keys, name="keys")
 
 
 @app.callback()
@@ -150,11 +184,13 @@ def certificates(
     tls_ca: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_CA", help="PEM: who is believed")] = None,
     tls_cert: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_CERT", help="PEM: who we are")] = None,
     tls_key: Annotated[Path | None, typer.Option(envvar="ISTHMUS_TLS_KEY", help="PEM: its private key")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="ISTHMUS_API_KEY", help="for routers that ask for one")] = None,
 ) -> None:
     """Isthmus: serves a language model with prefill and decode on separate workers."""
     given = (tls_ca, tls_cert, tls_key)
     if any(given) and not all(given):
         raise typer.BadParameter("--tls-ca, --tls-cert and --tls-key: all three or none")
+    Connection.api_key = api_key or None
     Connection.tls = TlsConfig(ca=tls_ca, cert=tls_cert, key=tls_key) if all(given) else None
 
 

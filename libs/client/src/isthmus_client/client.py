@@ -39,8 +39,12 @@ class Model:
 class Client:
     """A connection to a router. Errors are `isthmus_core.errors.IsthmusError` with code, message and typed detail."""
 
-    def __init__(self, endpoint: str = "127.0.0.1:50051", *, tls: TlsConfig | None = None) -> None:
+    def __init__(
+        self, endpoint: str = "127.0.0.1:50051", *, tls: TlsConfig | None = None, api_key: str | None = None
+    ) -> None:
+        """`api_key`: for routers that ask for one."""
         self._channel = open_channel(endpoint, tls)
+        self._shown = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Client:
@@ -57,7 +61,7 @@ class Client:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Part, None]:
         """Stream the answers. Closing the iterator early cancels the request on every hop."""
-        call = self._stub.Generate(build_request(prompt, **options), timeout=timeout_s)
+        call = self._stub.Generate(build_request(prompt, **options), timeout=timeout_s, metadata=self._shown)
         request_id, reason = 0, ""
         try:
             async for response in call:
@@ -111,7 +115,7 @@ class Client:
         else:
             request.chat.CopyFrom(asked.chat)
         try:
-            return list((await self._stub.Tokenize(request, timeout=timeout_s)).token_ids)
+            return list((await self._stub.Tokenize(request, timeout=timeout_s, metadata=self._shown)).token_ids)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -123,14 +127,15 @@ class Client:
             model=model, token_ids=ids, skip_special_tokens=skip_special_tokens
         )
         try:
-            return (await self._stub.Detokenize(request, timeout=timeout_s)).text
+            return (await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._shown)).text
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
     async def list_models(self, *, timeout_s: float = 10.0) -> list[Model]:
         """Models that can be asked for now."""
         try:
-            response = await self._stub.ListModels(inference_service_pb2.ListModelsRequest(), timeout=timeout_s)
+            asked = inference_service_pb2.ListModelsRequest()
+            response = await self._stub.ListModels(asked, timeout=timeout_s, metadata=self._shown)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return [Model(card.name, card.max_model_len) for card in response.models]

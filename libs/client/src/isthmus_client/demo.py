@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 from isthmus_client.client import Client
-from isthmus_client.generation import Message
+from isthmus_client.generation import Message, Part
 from isthmus_client.local import prepare_cluster
 from isthmus_client.session import run_cluster
 from isthmus_client.supervisor import LocalCluster
@@ -18,12 +18,13 @@ from isthmus_core.errors import StartError
 START_TIMEOUT_S = 120.0
 
 
-async def run_demo(console: Console, *, question: str, model: str, max_tokens: int) -> None:
+async def run_demo(console: Console, *, question: str, model: str, max_tokens: int) -> list[Part]:
     """Start one context and one generation instance, ask, print the answer and where the time went, stop everything.
 
-    Raises ConfigError, StartError, IsthmusError.
+    Returns the parts of the answer. Raises ConfigError, StartError, IsthmusError.
     """
     began = time.monotonic()
+    parts: list[Part] = []
 
     def report(line: str) -> None:
         console.print(f"[{time.monotonic() - began:5.1f} s] {line}", markup=False, highlight=False, soft_wrap=True)
@@ -49,20 +50,24 @@ async def run_demo(console: Console, *, question: str, model: str, max_tokens: i
         if not asking.done():
             asking.cancel()
             raise StartError("interrupted")
-        await asking
+        parts.extend(await asking)
 
     report(f"starting coordinator, router and 2 workers (logs: {cluster.run.logs})")
     await run_cluster(cluster, ask, start_timeout_s=START_TIMEOUT_S)
     report("stopped")
+    return parts
 
 
-async def stream_answer(console: Console, endpoint: str, question: str, max_tokens: int) -> None:
-    """Ask through the router's gRPC API, print the answer as it comes, then the timeline."""
+async def stream_answer(console: Console, endpoint: str, question: str, max_tokens: int) -> list[Part]:
+    """Ask through the router's gRPC API, print the answer as it comes, then the timeline. Returns its parts."""
+    parts: list[Part] = []
     console.print(f"\nQ: {question}\nA: ", end="", markup=False, highlight=False)
     async with Client(endpoint) as client:
         async for part in client.generate([Message("user", question)], max_tokens=max_tokens, temperature=0):
+            parts.append(part)
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             if part.end is not None:
                 console.print("\n")
                 console.print(render_timeline(part.end.timeline))
                 console.print()
+    return parts

@@ -18,8 +18,10 @@ T = TypeVar("T")
 class SyncClient:
     """`Client` for programs without an event loop: it owns one on a thread. Use it as a context manager."""
 
-    def __init__(self, endpoint: str = "127.0.0.1:50051", *, tls: TlsConfig | None = None) -> None:
-        self._endpoint, self._tls = endpoint, tls
+    def __init__(
+        self, endpoint: str = "127.0.0.1:50051", *, tls: TlsConfig | None = None, api_key: str | None = None
+    ) -> None:
+        self._endpoint, self._tls, self._api_key = endpoint, tls, api_key
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="isthmus-client", daemon=True)
         self._client: Client | None = None
@@ -39,7 +41,9 @@ class SyncClient:
         self._loop.close()
 
     async def _open(self) -> Client:
-        return Client(self._endpoint, tls=self._tls)  # channels belong to the loop they are made on
+        return Client(
+            self._endpoint, tls=self._tls, api_key=self._api_key
+        )  # channels belong to the loop they are made on
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

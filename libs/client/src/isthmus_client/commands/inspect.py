@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from isthmus_client.client import get_cluster
-from isthmus_client.commands.shared import COORDINATOR, ask, console, fail, run, show_json, tls
+from isthmus_client.commands.shared import COORDINATOR, AsJson, ask, console, fail, run, show_json, tls
 from isthmus_client.offline_plan import plan_files
 from isthmus_client.probing import probe_cluster, render_matrix
 from isthmus_client.show import cluster_json, message_json, render_cluster
 from isthmus_client.story import render_story, request_story
 from isthmus_client.transfer import list_sessions, plan_pair, probe_pair, render_plan, render_probe, render_sessions
 
-AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 Coordinator = Annotated[str, typer.Option(help="host:port of the coordinator")]
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from isthmus_client.client import Client
-from isthmus_client.commands.shared import ROUTER, console, fail, run, show_json, tls
+from isthmus_client.commands.shared import ROUTER, client_of, console, fail, run, show_json
 from isthmus_client.load.measure import Measured, send_all
-from isthmus_client.load.report import html_report, render_summary
+from isthmus_client.load.page import html_report
+from isthmus_client.load.report import render_summary
+from isthmus_client.load.saved import Run
 from isthmus_client.load.summary import Targets, summarise
 from isthmus_client.load.workload import parse_length, plan_workload
+from isthmus_core.errors import ConfigError
 
 _PRINTABLE = range(32, 127)
 
@@ -36,7 +37,7 @@ def bench(
     endpoint: Annotated[str, typer.Option(help="host:port of the router")] = ROUTER,
     timeout: Annotated[float, typer.Option(min=1, help="seconds that a request may take")] = 300.0,
     save: Annotated[Path | None, typer.Option(help="write figures and every request as JSON")] = None,
-    compare: Annotated[Path | None, typer.Option(help="show a saved run beside this one")] = None,
+    compare: Annotated[Path | None, typer.Option(help="show a saved run beside this one, in the report too")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page with plots (HTML)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
@@ -55,7 +56,7 @@ def bench(
             shared_prefix=shared_prefix,
             seed=seed,
         )
-        async with Client(endpoint, tls=tls()) as client:
+        async with client_of(endpoint) as client:
             measured = await _measure(
                 client, planned, total=total, model=model, concurrency=concurrency, timeout=timeout, warmup=warmup
             )
@@ -63,17 +64,15 @@ def bench(
         summary = summarise(measured, targets)
         options = {"requests": requests, "rate": rate, "concurrency": concurrency, "isl": isl, "osl": osl, "seed": seed}
         options |= {"shared_prefix": shared_prefix, "ttft_slo_ms": ttft_slo, "tpot_slo_ms": tpot_slo}
-        whole = {"options": options, "summary": summary, "requests": [asdict(one) for one in measured]}
+        done = Run(options, summary, measured)
         if save is not None:
-            save.write_text(json.dumps(whole) + "\n")
+            done.write(save)
         if report is not None:
-            good = [one for one in measured if not one.error]
-            series = {"TTFT": [one.first_token for one in good], "TPOT": [one.per_token for one in good]}
-            report.write_text(html_report("isthmus bench", options, summary, series))
+            _write_page(report, html_report("isthmus bench", done, before))
         if as_json:
             show_json(summary)
         else:
-            console.print(render_summary(summary, before))
+            console.print(render_summary(summary, None if before is None else before.summary))
         if summary["failed"]:
             fail(f"{summary['failed']} of {requests} requests failed: {summary['errors']}", 1)
 
@@ -108,10 +107,15 @@ def _range(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Run:
     try:
-        return cast("dict[str, Any]", json.loads(path.read_text())["summary"])
+        return Run.read(path)
+    except ConfigError as error:
+        fail(str(error), error.exit_code)
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page)
     except OSError as error:
-        fail(f"--compare {path}: {error.strerror}", 2)
-    except (ValueError, KeyError, TypeError):
-        fail(f"--compare {path}: not what --save writes", 2)
+        fail(f"--report {path}: {error.strerror}", 2)

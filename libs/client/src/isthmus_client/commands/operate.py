@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isthmus_client.commands.shared import COORDINATOR, run, say, tls
+from isthmus_client.commands.shared import COORDINATOR, AsJson, run, tell, tls
 from isthmus_client.orders import drain_instance, set_role
 
 Instance = Annotated[str, typer.Argument(help="name of the instance, see `isthmus cluster`")]
@@ -23,10 +23,12 @@ class Role(Enum):
     BOTH = "context_and_generation"
 
 
-def drain(instance: Instance, deadline: Deadline = None, coordinator: Coordinator = COORDINATOR) -> None:
+def drain(
+    instance: Instance, deadline: Deadline = None, coordinator: Coordinator = COORDINATOR, as_json: AsJson = False
+) -> None:
     """An instance takes no new work, finishes what it has, and exits."""
     run(drain_instance(coordinator, instance, deadline, tls()))
-    say(f"{instance} drains; `isthmus cluster` shows how far it is")
+    tell({"draining": instance}, f"{instance} drains; `isthmus cluster` shows how far it is", as_json=as_json)
 
 
 def role(
@@ -34,7 +36,9 @@ def role(
     to: Annotated[Role, typer.Argument(help="what it does from now on")],
     deadline: Deadline = None,
     coordinator: Coordinator = COORDINATOR,
+    as_json: AsJson = False,
 ) -> None:
     """An instance finishes its work and takes another role, without a restart."""
     run(set_role(coordinator, instance, to.value, deadline, tls()))
-    say(f"{instance} becomes {to.value}; `isthmus cluster` shows how far it is")
+    line = f"{instance} becomes {to.value}; `isthmus cluster` shows how far it is"
+    tell({"instance": instance, "role": to.value}, line, as_json=as_json)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from isthmus_client.certificates import Authority
-from isthmus_client.commands.shared import FOUND_SOMETHING, console, fail, run, say, show_json
+from isthmus_client.commands.shared import FOUND_SOMETHING, AsJson, console, fail, run, show_json, tell
 from isthmus_client.doctor import Finding, Level, examine, render_findings
 from isthmus_core.config import load_config
 from isthmus_core.config_explain import explain_config
@@ -18,17 +18,16 @@ from isthmus_core.errors import ConfigError
 config = typer.Typer(no_args_is_help=True, help="Look at a configuration.")
 File = Annotated[Path | None, typer.Argument(help="YAML configuration; left out: the defaults")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated")]
-AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 @config.command()
-def validate(file: File = None, overrides: Set = None) -> None:
+def validate(file: File = None, overrides: Set = None, as_json: AsJson = False) -> None:
     """Check every key and value; exit code 2 and every reason when something is wrong."""
     try:
         load_config(file, tuple(overrides or ()))
     except ConfigError as error:
         fail(str(error), error.exit_code)
-    say(f"{file or 'the defaults'}: nothing is wrong")
+    tell({"valid": True}, f"{file or 'the defaults'}: nothing is wrong", as_json=as_json)
 
 
 @config.command()
@@ -61,6 +60,7 @@ def certs(
     ),
     host: Annotated[list[str] | None, typer.Option(help="name or address of a machine; may be repeated")] = None,
     days: Annotated[int, typer.Option(min=1, help="how long the certificates are valid")] = 365,
+    as_json: AsJson = False,
 ) -> None:
     """Make a development CA and a certificate for every role. Not for production: keep real keys in a real PKI."""
     try:
@@ -68,8 +68,12 @@ def certs(
         made = authority.issue_roles(host or ["localhost", "127.0.0.1"], days)
     except ConfigError as error:
         fail(str(error), error.exit_code)
-    say(f"{folder / 'ca.crt'} signs {', '.join(name.name for name in made)}")
-    say(f"try: --set tls.ca={folder}/ca.crt --set tls.cert={folder}/worker.crt --set tls.key={folder}/worker.key")
+    tell(
+        {"ca": str(folder / "ca.crt"), "certificates": [str(one) for one in made]},
+        f"{folder / 'ca.crt'} signs {', '.join(name.name for name in made)}",
+        f"try: --set tls.ca={folder}/ca.crt --set tls.cert={folder}/worker.crt --set tls.key={folder}/worker.key",
+        as_json=as_json,
+    )
 
 
 def doctor(

@@ -10,12 +10,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from google.protobuf.message import Message as ProtoMessage
 from rich.console import Console, RenderableType
 
+from isthmus_client.client import Client
 from isthmus_client.show import message_json
 from isthmus_client.supervisor import ChildFailed
 from isthmus_core.config import TlsConfig
@@ -26,14 +27,16 @@ ROUTER = f"127.0.0.1:{GRPC_PORT}"
 COORDINATOR = f"127.0.0.1:{COORDINATOR_PORT}"
 FOUND_SOMETHING = 4
 
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 console = Console()
 M = TypeVar("M", bound=ProtoMessage)
 
 
 class Connection:
-    """Certificates for every call of this process, set by the options before the command's name."""
+    """What every call of this process shows, set by the options before the command's name."""
 
     tls: TlsConfig | None = None
+    api_key: str | None = None
 
 
 def tls() -> TlsConfig | None:
@@ -41,14 +44,33 @@ def tls() -> TlsConfig | None:
     return Connection.tls
 
 
+def client_of(endpoint: str) -> Client:
+    """A client of the router at host:port that shows what it was told to."""
+    return Client(endpoint, tls=Connection.tls, api_key=Connection.api_key)
+
+
 def say(line: str) -> None:
     """A line, as it is."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_json(value: Any) -> None:
-    """For programs: on stdout, nothing else beside it."""
-    print(json.dumps(value, indent=2))
+def show_json(value: Any, *, lines: bool = False) -> None:
+    """For programs: on stdout, nothing else beside it. `lines`: on one line, for commands that say several things."""
+    print(json.dumps(value, indent=None if lines else 2), flush=True)
+
+
+def tell(value: Any, *lines: str, as_json: bool) -> None:
+    """What was done: as `value` for programs, as `lines` for people."""
+    if as_json:
+        show_json(value)
+        return
+    for line in lines:
+        say(line)
+
+
+def note(line: str) -> None:
+    """For people, beside what programs read."""
+    print(line, file=sys.stderr)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

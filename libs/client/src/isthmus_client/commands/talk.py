@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isthmus_client.client import Client
-from isthmus_client.commands.shared import ROUTER, console, run, show_json, tls
+from isthmus_client.commands.shared import ROUTER, client_of, console, run, show_json
 from isthmus_client.generation import Answer, Message, Part
 from isthmus_client.timeline import render_timeline
 
@@ -40,7 +39,7 @@ def generate(
     options |= {"seed": seed, "stop": stop or ()}
 
     async def main() -> None:
-        async with Client(endpoint, tls=tls()) as client:
+        async with client_of(endpoint) as client:
             if as_json:
                 show_json(_plain(await client.answer(asked, **options)))
                 return
@@ -78,26 +77,31 @@ def chat(
     top_p: TopP = None,
     seed: Seed = None,
     endpoint: Endpoint = ROUTER,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs: each answer whole, on a line")] = False,
 ) -> None:
     """Talk to a model, turn by turn, until an empty line or Ctrl-D. `/new` forgets what was said."""
     said = [Message("system", system)] if system else []
+    options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    options["seed"] = seed
 
     async def main() -> None:
         turns = list(said)
-        async with Client(endpoint, tls=tls()) as client:
+        async with client_of(endpoint) as client:
             while (line := _read_line()) is not None:
                 if line == "/new":
                     turns = list(said)
                     continue
                 turns.append(Message("user", line))
-                text = ""
-                parts = client.generate(
-                    turns, model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-                )
-                async for part in parts:
-                    print(part.text, end="", flush=True)
-                    text += part.text
-                print()
+                if as_json:
+                    answer = await client.answer(turns, **options)
+                    show_json(_plain(answer), lines=True)
+                    text = answer.text
+                else:
+                    text = ""
+                    async for part in client.generate(turns, **options):
+                        print(part.text, end="", flush=True)
+                        text += part.text
+                    print()
                 turns.append(Message("assistant", text))
 
     run(main())

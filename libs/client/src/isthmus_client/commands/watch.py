@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -24,12 +25,11 @@ def top(
     async def main() -> None:
         before: Look | None = None
         done = 0
-        with Live(console=console, auto_refresh=False, screen=False) as screen:
+        with nullcontext() if as_json else Live(console=console, auto_refresh=False, screen=False) as screen:
             while True:
                 now = await look(coordinator, tls())
-                if as_json:
-                    screen.stop()
-                    show_json({"cluster": message_json(now.cluster), "sessions": _sessions(now)})
+                if screen is None:
+                    show_json({"cluster": message_json(now.cluster), "sessions": _sessions(now)}, lines=True)
                 else:
                     screen.update(render_top(before, now), refresh=True)
                 before, done = now, done + 1

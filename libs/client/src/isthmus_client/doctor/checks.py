@@ -63,6 +63,13 @@ def check_ports(_config: IsthmusConfig, facts: Facts) -> Iterable[Finding]:
         yield Finding("network", Level.NOTE, f"{address}: {reason}", "start it first, or correct the address")
 
 
+def check_credentials(_config: IsthmusConfig, facts: Facts) -> Iterable[Finding]:
+    """Files of API keys and certificates."""
+    for problem, broken in facts.credential_problems:
+        remedy = "isthmus keys, isthmus certs, or your PKI; services read the files again by themselves"
+        yield Finding("credentials", Level.BROKEN if broken else Level.NOTE, problem, remedy)
+
+
 def check_memory(config: IsthmusConfig, facts: Facts) -> Iterable[Finding]:
     """Model and cache fit."""
     if facts.model_problem:
@@ -177,6 +184,7 @@ CHECKS: tuple[Check, ...] = (
     check_packages,
     check_config,
     check_ports,
+    check_credentials,
     check_memory,
     check_paths,
     check_gpus,

@@ -21,7 +21,8 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """A machine. `versions` by distribution; absent: not installed. `busy_ports`: host:port that somebody listens on.
-    `unreachable`: addresses of other services that do not answer, with the reason."""
+    `unreachable`: addresses of other services that do not answer, with the reason. `credential_problems`: of keys and
+    certificates, each with whether nothing works because of it."""
 
     python: tuple[int, int]
     system: str
@@ -41,3 +42,4 @@ class Facts:
     model_bytes: int | None = None
     model_problem: str = ""
     vllm_problems: tuple[str, ...] = ()
+    credential_problems: tuple[tuple[str, bool], ...] = ()

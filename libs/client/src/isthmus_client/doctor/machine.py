@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from isthmus_client.doctor.checks import check_all
+from isthmus_client.doctor.credentials import credential_problems
 from isthmus_client.doctor.facts import Facts, Gpu
 from isthmus_client.doctor.findings import Finding
 from isthmus_core.config import IsthmusConfig, load_config
@@ -38,7 +39,7 @@ async def collect(config: IsthmusConfig) -> Facts:
     """What there is."""
     memory = psutil.virtual_memory()
     model_bytes, problem = _model(config)
-    unreachable = await _unreachable([config.worker.coordinator])
+    unreachable = await _unreachable([config.worker.coordinator] if config.worker.coordinator else [])
     return Facts(
         python=sys.version_info[:2],
         system=platform.system(),
@@ -58,6 +59,7 @@ async def collect(config: IsthmusConfig) -> Facts:
         model_bytes=model_bytes,
         model_problem=problem,
         vllm_problems=await _vllm_problems(config),
+        credential_problems=tuple(credential_problems(config)),
     )
 
 
