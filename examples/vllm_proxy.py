@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 # What belongs to the answer, not to the prefill.
-_ONLY_DECODE = ("stream", "stream_options", "max_completion_tokens", "min_tokens")
+_ONLY_DECODE = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "n")
 
 
 def build(prefill: str, decode: str) -> Starlette:

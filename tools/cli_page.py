@@ -19,7 +19,8 @@ Made by `tools/cli_page.py` from the command's own help.
 Exit codes: 0 done, 1 failed, 2 wrong options or settings, 3 could not start, 4 `doctor` found something that will not
 work, 130 interrupted. `--json` prints for programs on stdout and nothing else there. `isthmus --install-completion`
 makes the shell complete. Certificates for every call: `--tls-ca`, `--tls-cert`, `--tls-key` before the command's name,
-or `ISTHMUS_TLS_CA`, `ISTHMUS_TLS_CERT`, `ISTHMUS_TLS_KEY`.
+or `ISTHMUS_TLS_CA`, `ISTHMUS_TLS_CERT`, `ISTHMUS_TLS_KEY`; an API key: `--api-key`, or better `ISTHMUS_API_KEY`, which
+does not show in the list of processes.
 """
 
 

@@ -26,7 +26,8 @@ This page is made from the schema (`tools/configuration_page.py`).
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=False)
+    plain = field.default_factory is dict
+    value: Any = {} if plain else field.get_default(call_default_factory=False)
     return "" if value is None else f"`{value}`"
 
 

@@ -18,7 +18,11 @@ const definition = protoLoader.loadSync("isthmus/v1/inference_service.proto", {
 const { InferenceService } = grpc.loadPackageDefinition(definition).isthmus.v1;
 const client = new InferenceService(address, grpc.credentials.createInsecure());
 
-const call = client.Generate({ prompt, max_tokens: 16 }, { deadline: Date.now() + 60_000 });
+// For routers that ask for an API key.
+const metadata = new grpc.Metadata();
+if (process.env.ISTHMUS_API_KEY) metadata.set("authorization", `Bearer ${process.env.ISTHMUS_API_KEY}`);
+
+const call = client.Generate({ prompt, max_tokens: 16 }, metadata, { deadline: Date.now() + 60_000 });
 call.on("data", (part) => process.stdout.write(part.text));
 call.on("end", () => {
   process.stdout.write("\n");

@@ -1,5 +1,6 @@
 """Streams a chat answer with OpenAI's SDK: `python openai_sdk.py [URL] [QUESTION]`."""
 
+import os
 import sys
 
 import openai
@@ -7,7 +8,7 @@ import openai
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 question = sys.argv[2] if len(sys.argv) > 2 else "What is an isthmus?"
 
-client = openai.OpenAI(base_url=url, api_key="unused")
+client = openai.OpenAI(base_url=url, api_key=os.environ.get("ISTHMUS_API_KEY", "unused"))
 model = client.models.list().data[0].id
 stream = client.chat.completions.create(
     model=model,

@@ -40,6 +40,9 @@ app.kubernetes.io/component: {{ .component }}
   "logging" (dict "format" "json")
 }}
 {{- if $tls }}{{ $_ := set $base "tls" $tls }}{{ end }}
+{{- if $root.Values.router.keysSecret }}
+{{- $_ := set $base.router "clients" (dict "keys_file" "/etc/isthmus/keys/keys.yaml") }}
+{{- end }}
 {{- toYaml (mustMergeOverwrite $base (deepCopy $root.Values.config) (deepCopy (.config | default dict))) }}
 {{- end }}
 
@@ -103,6 +106,10 @@ volumeMounts:
   {{- if .root.Values.tls.secret }}
   - {name: tls, mountPath: /etc/isthmus/tls, readOnly: true}
   {{- end }}
+  {{- if and .root.Values.router.keysSecret (eq .component "router") }}
+  # A folder, not a subPath: only that is changed in place when the Secret is.
+  - {name: keys, mountPath: /etc/isthmus/keys, readOnly: true}
+  {{- end }}
   {{- if .model }}
   - {name: models, mountPath: /models{{ if .root.Values.model.claim }}, readOnly: true{{ end }}}
   {{- end }}
@@ -117,6 +124,9 @@ volumes:
   - {name: tmp, emptyDir: {}}
   {{- if .root.Values.tls.secret }}
   - {name: tls, secret: {secretName: {{ .root.Values.tls.secret }}}}
+  {{- end }}
+  {{- if and .root.Values.router.keysSecret (eq .component "router") }}
+  - {name: keys, secret: {secretName: {{ .root.Values.router.keysSecret }}}}
   {{- end }}
   {{- if .model }}
   {{- if .root.Values.model.claim }}
