@@ -1,10 +1,11 @@
 """What the front door does a second and what it costs: streamed completions through router and mock engines.
 
-    python benchmarks/router.py [--quick] [--json FILE] [--processes 2] [--peer NAME=URL=MODEL]...
+    python benchmarks/router.py [--quick] [--json FILE] [--processes 2] [--peer NAME=URL=MODEL=PIDS]...
 
 Rounds are interleaved: every case gets each number of concurrent requests once a round. `--peer` adds any server with
-OpenAI's API that is running already (Dynamo's frontend, sglang-router): the same requests, the same rounds. Give it
-engines with the same timing as `--decode-us` and the tokenizer of the same model.
+OpenAI's API that is running already (Dynamo's frontend, sglang-router): the same requests, the same rounds; PIDS, with
+commas between them, are its processes, whose CPU time (their children's too) is counted. Give it engines with the same
+timing as `--decode-us`; the mock engines here take bytes as tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2, help="router processes of the second case")
     parser.add_argument("--decode-us", type=float, default=1000.0, help="time of a step of the mock engine")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL", help="a running server")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL=PIDS", help="a running server")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.quick:
@@ -73,12 +74,28 @@ def bodies(model: str, count: int, seed: int) -> list[dict[str, object]]:
 
 def cpu_s(running: LocalCluster) -> dict[str, float]:
     """CPU seconds of each process and its children so far."""
-    used: dict[str, float] = {}
-    for spec in running.specs:
-        process = psutil.Process(running.process(spec.name).pid)
-        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-        used[spec.name] = sum(one.user + one.system for one in times)
-    return used
+    return {spec.name: cpu_of(running.process(spec.name).pid) for spec in running.specs}
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process and its children so far."""
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+async def measure_peer(where: str, number: int) -> tuple[dict[int, Load], dict[str, float]]:
+    """One round of a peer: by number of concurrent requests, and CPU seconds per 1,000 tokens by process."""
+    url, model, pids = where.rsplit("=", 2)
+    await run_load(url, bodies(model, 32, 0), 8)
+    before, loads, tokens = {pid: cpu_of(int(pid)) for pid in pids.split(",")}, dict[int, Load](), 0
+    for concurrent in CONCURRENT:
+        loads[concurrent] = await run_load(url, bodies(model, _count(concurrent), number), concurrent)
+        tokens += _count(concurrent) * TOKENS
+    used = {
+        psutil.Process(int(pid)).cmdline()[2]: (cpu_of(int(pid)) - was) / tokens * 1e3 for pid, was in before.items()
+    }
+    return loads, used
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
@@ -105,10 +122,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
                 used = {part: (after - before[part]) / tokens * 1e3 for part, after in cpu_s(running).items()}
                 cpu.setdefault(name, []).append(used)
         for name, where in peers.items():
-            url, _, model = where.rpartition("=")
-            for concurrent in CONCURRENT:
-                load = await run_load(url, bodies(model, _count(concurrent), number), concurrent)
+            found, used = await measure_peer(where, number)
+            for concurrent, load in found.items():
                 loads.setdefault((name, concurrent), []).append(load)
+            cpu.setdefault(name, []).append(used)
     rows: list[Row] = []
     for (name, concurrent), several in sorted(loads.items(), key=lambda item: (item[0][1], item[0][0])):
         label = f"{name}, {concurrent} concurrent"
@@ -120,6 +137,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
         for part in several[0]:
             seconds = statistics.median(one[part] for one in several)
             rows.append(figure(f"{name}: CPU of {part}", seconds, "s / 1,000 tokens"))
+        rows.append(
+            figure(f"{name}: CPU in all", statistics.median(sum(one.values()) for one in several), "s / 1,000 tokens")
+        )
     return rows
 
 

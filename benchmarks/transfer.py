@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +85,12 @@ def main() -> int:
     parser.add_argument("--mib", type=int, nargs="*", help="sizes; default 32 on the host, 256 and 1024 on GPUs")
     parser.add_argument("--case", nargs="*", help="only cases whose names begin so")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--regret", type=int, metavar="POINTS", help="instead: the regret of each gate; 200 is usual")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no case is begun")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
     options = parser.parse_args()
+    if options.regret:
+        return regret(options.device, options.regret, options.json)
     devices = (0, 1) if options.device == "cuda" else (None, None)
     sizes = options.mib or ([16] if options.quick else [256, 1024] if options.device == "cuda" else [32])
     names = options.case or (["NHD", "contiguous"] if options.quick else [""])
@@ -102,12 +106,29 @@ def main() -> int:
             print(json.dumps(result), flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
+    _print("transfers", [row for result in results for row in rows(result, options.device)])
+    return 0
+
+
+def regret(device: str, points: int, json_file: Path | None) -> int:
+    """Measures, prints and writes the table of regrets, with the points that it comes from."""
+    import transfer_regret
+
+    found = transfer_regret.measure(device, points, told=lambda one: print(json.dumps(asdict(one)), flush=True))
+    table = transfer_regret.rows(found)
+    if json_file is not None:
+        written = {"points": [asdict(one) for one in found], "rows": [asdict(one) for one in table]}
+        json_file.write_text(json.dumps(written, indent=1) + "\n")
+    _print("regret", table)
+    return 0
+
+
+def _print(title: str, table: list[Row]) -> None:
     if importlib.util.find_spec("rich") is not None:
-        # Not on every machine with GPUs; the lines above say the same.
+        # Not on every machine with GPUs; the lines of JSON say the same.
         from report import show
 
-        show("transfers", [row for result in results for row in rows(result, options.device)])
-    return 0
+        show(title, table)
 
 
 def rows(result: dict[str, Any], device: str) -> list[Row]:

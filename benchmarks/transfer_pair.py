@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from kvtransfer.session.actions import Action
 
 MODEL = ModelFingerprint(b"w" * 16, b"a" * 16, "BF16")
-LAYERS = 16
 CONTEXT, GENERATION = ("c", b"c" * 16), ("g", b"g" * 16)
 
 
@@ -94,7 +93,7 @@ class Half:
         self.case, self.tokens, self.memory = case, tokens, Memory(device)
         self.blocks = -(-tokens // side.block)
         seed = 1 if name is CONTEXT else None
-        self.cache, self.bytes = self.memory.take(table_bytes(side, self.blocks, LAYERS), seed)
+        self.cache, self.bytes = self.memory.take(table_bytes(side, self.blocks, case.layers), seed)
         self.events: list[Any] = []
         scratch, _ = self.memory.take(SCRATCH_BYTES, 2)
         region, keep = make_arena(self.cache, arena)
@@ -109,7 +108,7 @@ class Half:
             send=region if sends else None, receive=None if sends else region, copier=self.copier, book=self.book
         )
         kind = (self.cache.memory_kind, self.cache.device_id)
-        page_table, _ = table(side, self.cache.base_address, self.blocks, LAYERS, kind)
+        page_table, _ = table(side, self.cache.base_address, self.blocks, self.case.layers, kind)
         self.agent = make_agent("nixl", name[0])
         # The other heads of a wider peer are those of ranks that stay silent.
         other = case.dst if name is CONTEXT else case.src
@@ -133,7 +132,7 @@ class Half:
     def _silent(self, side: Side, kind: tuple[MemoryKind, int]) -> Iterator[RankInfo]:
         for number in range(1, self.ranks):
             other = replace(side, first_head=number * side.heads)
-            page_table, _ = table(other, self.cache.base_address, self.blocks, LAYERS, kind)
+            page_table, _ = table(other, self.cache.base_address, self.blocks, self.case.layers, kind)
             topology = Topology(tp_size=self.ranks, tp_rank=number)
             yield replace(self.rank.info, rank=number, topology=topology, page_table=page_table)
 
@@ -160,9 +159,12 @@ def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, 
     (loaded,) = half.take()
     pipe.send(loaded)
     pipe.send(half.book.cost(half.agent.path(_remote(half))))
-    spin = (os.cpu_count() or 1) > 4
+    spin = busy = (os.cpu_count() or 1) > 4
     while True:
-        while pipe.poll(0 if spin else 0.0005):
+        # As a rank's thread, which sleeps shortly where a core is not to spare. (A poll with a timeout takes whole ms.)
+        wait = 0 if busy else None
+        while pipe.poll(wait):
+            wait = 0
             try:
                 message = pipe.recv()
             except EOFError:
@@ -173,8 +175,11 @@ def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, 
                 pipe.send(_raw(half, *message))
             else:
                 half.rank.handle(message)
-        half.rank.poll()
-        for event in half.take():
+        busy = half.rank.poll() or spin
+        said = half.take()
+        if busy and not said and not spin:
+            time.sleep(20e-6)
+        for event in said:
             pipe.send(event.body if isinstance(event, PeerWord) else event)
 
 
@@ -198,7 +203,7 @@ class Pair:
     """The generation side in this process, the context side in a child."""
 
     def __init__(self, case: Case, nbytes: int, devices: tuple[int | None, int | None], arena: int) -> None:
-        self.tokens = case.tokens(nbytes, LAYERS)
+        self.tokens = case.tokens(nbytes)
         self.case = case
         ours, theirs = Pipe()
         context = multiprocessing.get_context("spawn")
@@ -219,9 +224,16 @@ class Pair:
         self.hub.meet(CONTEXT, peer)
         self._carry()
         self.plan = build_source_plans(peer, self.half.info, 0)[0]
-        self.lists = block_lists(case, self.tokens, 7)
-        self.count = 0
-        transfer = self.plan.resolve({0: self.lists[0]}, {0: self.lists[1]}, TokenRange(0, self.tokens))
+        self.source_blocks, self.count = -(-self.tokens // case.src.block), 0
+        self.every = block_lists(case, self.tokens, 7)
+        self.resize(self.tokens)
+
+    def resize(self, tokens: int) -> None:
+        """What runs move from now on: a prompt of so many tokens, at most those of the pair."""
+        self.tokens = tokens
+        sides = (self.case.src, self.case.dst)
+        self.lists = tuple(every[: -(-tokens // side.block)] for every, side in zip(self.every, sides, strict=True))
+        transfer = self.plan.resolve({0: self.lists[0]}, {0: self.lists[1]}, TokenRange(0, tokens))
         self.nbytes, self.fragments = transfer.nbytes, transfer.fragments
         self._expected = self._expect(transfer.pairs())
 
@@ -280,7 +292,7 @@ class Pair:
     def _expect(self, pairs: RegionPairs) -> Any:
         """The destination as it must be, by plain copies on the host."""
         side = self.case.src
-        source = np.array(pattern(table_bytes(side, -(-self.tokens // side.block), LAYERS), 1))
+        source = np.array(pattern(table_bytes(side, self.source_blocks, self.case.layers), 1))
         target = np.full(self.half.cache.size_bytes, 0xEE, np.uint8)
         src, dst = pairs.src - self.plan.tables[0].regions[0].base_address, pairs.dst - self.half.cache.base_address
         length = int(pairs.lengths[0])
