@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -39,6 +40,7 @@ async def _project(receiver: OtlpReceiver) -> AsyncGenerator[Project, None]:
         {
             "COMPOSE_PROFILES": "",
             "DOCKER_BUILDKIT": "1",
+            "REVISION": "tested",
             "MODEL_PATH": str(model),
             "OTLP_ENDPOINT": f"http://host.docker.internal:{receiver.port}",
             "HTTP_PORT": str(free_port()),
@@ -73,15 +75,16 @@ async def test_its_trace_has_every_service(project: Project, receiver: OtlpRecei
     receiver.spans.clear()
     await ask(project)
 
+    wanted = {"isthmus-router", "isthmus-coordinator", "context", "generation"}
+
     def whole() -> bool:
         by_trace: dict[str, set[str]] = {}
         for span in receiver.spans:
-            who = f"{span.service} {span.attributes.get('isthmus.instance', '')}".strip()
+            # Of a worker its name: both have to be there.
+            worker = span.service == "isthmus-worker"
+            who = str(span.resource["service.instance.id"]) if worker else span.service
             by_trace.setdefault(span.trace_id, set()).add(who)
-        return any(
-            sum(any(name in who for who in one) for name in ("router", "coordinator", "worker")) == 3
-            for one in by_trace.values()
-        )
+        return any(wanted <= one for one in by_trace.values())
 
     async with asyncio.timeout(30):
         while not whole():
@@ -89,15 +92,23 @@ async def test_its_trace_has_every_service(project: Project, receiver: OtlpRecei
 
 
 async def test_images_are_what_they_promise(project: Project):
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for service in SERVICES:
         about = project.inspect(service)
         assert about["Config"]["User"] == "10001:10001"
         assert about["HostConfig"]["ReadonlyRootfs"]
         assert about["HostConfig"]["CapDrop"] == ["ALL"]
-        assert (
-            about["Config"]["Labels"]["org.opencontainers.image.title"]
-            == f"isthmus-{'worker' if service in ('context', 'generation') else service}"
-        )
+        assert about["Config"]["StopSignal"] == "SIGTERM"
+        labels = {key.rpartition(".")[2]: value for key, value in about["Config"]["Labels"].items()}
+        assert labels["title"] == f"isthmus-{'worker' if service in ('context', 'generation') else service}"
+        assert labels["licenses"] == "Apache-2.0"
+        assert labels["revision"] == "tested"
+        # A bill of materials can be read off every image: each package has its metadata, in the version that is pinned.
+        inside = json.loads(project.compose("exec", "-T", service, "python3", "-m", "pip", "inspect", "--local"))
+        installed = {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in inside["installed"]}
+        assert installed["grpcio"] == pinned["grpcio"]
+        assert "isthmus-core" in installed
     for service in ("coordinator", "router"):
         listed = project.compose(
             "exec",

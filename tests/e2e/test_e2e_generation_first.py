@@ -9,10 +9,17 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+from isthmus.v1 import (
+    kv_transfer_service_pb2,
+    kv_transfer_service_pb2_grpc,
+    worker_service_pb2,
+    worker_service_pb2_grpc,
+)
 
 from cluster import MOCK, assert_idle, running_cluster
 from isthmus_client import Client
 from isthmus_client.supervisor import LocalCluster
+from isthmus_core.rpc import open_channel
 from isthmus_worker.engine import Sampling
 from mock_oracle import oracle, printable_prompts
 from otlp import OtlpReceiver
@@ -20,7 +27,7 @@ from otlp import OtlpReceiver
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 # Small steps: a prompt of 600 tokens is at least five chunks.
-ENGINE = {"mock": {"decode_us": 500}, "max_batch_tokens": 128}
+ENGINE = {"mock": {"decode_us": 500, "prefill_us_per_token": 20}, "max_batch_tokens": 128}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", name="receiver")
@@ -123,6 +130,29 @@ async def test_clients_that_go_away_leave_nothing_behind(cluster: LocalCluster):
         await assert_idle(cluster)
         prompt = [70] * 333
         assert list((await client.answer(prompt, max_tokens=8)).token_ids) == oracle(prompt, 8)
+
+
+async def test_context_legs_that_are_cancelled_in_their_prefill_cost_no_token(
+    cluster: LocalCluster, receiver: OtlpReceiver
+):
+    (address,) = (spec.address for spec in cluster.specs if spec.name.startswith("context"))
+    prompts = [[32 + (number + index * 7) % 95 for index in range(4000)] for number in range(8)]
+    async with Client(cluster.grpc_endpoint) as client, open_channel(address) as channel:
+        worker = worker_service_pb2_grpc.WorkerServiceStub(channel)
+        transfer = kv_transfer_service_pb2_grpc.KvTransferServiceStub(channel)
+        calls = asyncio.gather(*(client.answer(prompt, max_tokens=8, timeout_s=110) for prompt in prompts))
+        while not calls.done():
+            for session in (await transfer.ListSessions(kv_transfer_service_pb2.ListSessionsRequest())).sessions:
+                await worker.Abort(worker_service_pb2.AbortRequest(key=session.key))
+            await asyncio.sleep(0.005)
+    answers = await calls
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == oracle(prompt, 8)
+    for _ in range(200):
+        if any(span.attributes.get("isthmus.recomputed") for span in receiver.spans):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("none was cancelled in time: no generation leg has computed its prompt")
 
 
 async def test_the_trace_names_the_schedule(cluster: LocalCluster, receiver: OtlpReceiver):

@@ -81,7 +81,7 @@ async def test_the_trace_of_a_request_has_every_part(cluster: LocalCluster, rece
     prompt = [32 + index * 5 % 95 for index in range(600)]
     async with Client(cluster.grpc_endpoint) as client:
         answer = await client.answer(prompt, max_tokens=6)
-    spans = await trace_of(receiver, answer.request_id, "prefill.chunk", "decode", "kv.transfer")
+    spans = await trace_of(receiver, answer.request_id, "prefill.chunk", "consensus", "decode", "kv.transfer")
     (root,) = [one for one in spans if not one.parent_id]
     assert {"gen_ai.operation.name", "gen_ai.request.model", "gen_ai.request.max_tokens"} <= set(root.attributes)
     assert root.attributes["gen_ai.usage.input_tokens"] == 600
@@ -92,7 +92,9 @@ async def test_the_trace_of_a_request_has_every_part(cluster: LocalCluster, rece
     assert "coordinator.route" in children(spans, named(spans, "route"))
     context, generation = named(spans, "worker.context"), named(spans, "worker.generation")
     assert {"queue", "prefill"} <= children(spans, context)
-    assert {"queue", "kv.receive", "decode"} <= children(spans, generation)
+    assert {"queue", "kv.receive", "consensus", "decode"} <= children(spans, generation)
+    agreed, decode = named(spans, "consensus"), named(spans, "decode")
+    assert agreed.end_ns <= decode.start_ns + 1_000_000, "they agree, then they act"
     chunks = sorted((one for one in spans if one.name == "prefill.chunk"), key=lambda one: one.start_ns)
     assert [one.attributes["isthmus.token_begin"] for one in chunks] == [0, 128, 256, 384, 512]
     assert chunks[-1].attributes["isthmus.token_end"] == 600
@@ -102,7 +104,15 @@ async def test_the_trace_of_a_request_has_every_part(cluster: LocalCluster, rece
     assert transfer.parent_id == named(spans, "kv.receive").span_id
     assert transfer.attributes["kv.outcome"] == "delivered"
     assert str(transfer.attributes["kv.path"]).startswith("nixl/")
-    assert int(transfer.attributes["kv.bytes"]) > 0
+    for number in ("kv.bytes", "kv.descriptors", "kv.plan_ms", "kv.post_ms", "kv.wire_ms"):
+        assert float(transfer.attributes[number]) > 0, number
+    assert {"kv.queue_ms", "kv.peer.incarnation", "isthmus.attempt"} <= set(transfer.attributes)
+    assert transfer.attributes["kv.mode"] in ("direct", "bounced", "mixed")
+    assert transfer.attributes["kv.why"]
+    route = named(spans, "route")
+    assert {"isthmus.placement.policy", "isthmus.placement.candidates", "isthmus.placement.score"} <= set(
+        route.attributes
+    )
     for span in spans:
         assert span.start_ns <= span.end_ns
         assert not span.error
@@ -137,7 +147,7 @@ async def test_the_workers_remember_a_request_by_themselves(cluster: LocalCluste
         assert len(moved) == 1
         assert moved[0].outcome == "delivered"
     assert kinds["context"] == ["FIRST_TOKEN", "PREFILL_CHUNK", "PREFILL_CHUNK", "PREFILL_CHUNK", "QUEUE", "TRANSFER"]
-    assert kinds["generation"] == ["DECODE", "QUEUE", "RECEIVE"]
+    assert kinds["generation"] == ["CONSENSUS", "DECODE", "QUEUE", "RECEIVE"]
 
 
 async def test_every_process_counts_what_it_does(cluster: LocalCluster):

@@ -125,6 +125,29 @@ def test_known_remote_memory_can_be_asked_for():
     assert result == [True, True, False, False, False]
 
 
+def test_metadata_of_somebody_else_or_of_a_former_life_is_refused():
+    """Foreign: it names another agent than the one that is said to send it. Replayed: its memory is not the one that
+    the peer has now."""
+    result = run("""
+    from dataclasses import replace
+    other, strange = np.zeros(64, np.uint16), make_agent("nixl", "c")
+    strange.register([region(other)])
+    foreign = refused(a.load_remote, replace(strange.descriptor(), name="d"), [region(other)])
+    unknown = a.check_remote("d")
+    damaged = refused(a.load_remote, replace(strange.descriptor(), metadata=b"x" * 100), [region(other)])
+    replayed = refused(a.load_remote, replace(b.descriptor(), backend="other"), [region(far)])
+    a.forget_remote(b.name)
+    a.load_remote(b.descriptor(), [region(other)])
+    result = [foreign, unknown, damaged, replayed, a.check_remote(b.name, [region(other)])]
+    """)
+    foreign, unknown, damaged, backend, known = result
+    assert "metadata of agent d belongs to" in foreign or "can not be reached" in foreign
+    assert not unknown
+    assert "metadata of agent" in damaged
+    assert "speaks 'other'" in backend
+    assert not known, "memory that the metadata does not name is found out before a write"
+
+
 @pytest.mark.parametrize("kind", ["BLOCK", "OBJECT", "FILE"])
 def test_kinds_of_memory_that_ucx_lacks_are_refused_by_name(kind):
     result = run(f"""

@@ -13,7 +13,7 @@ from isthmus.v1 import kv_transfer_service_pb2, kv_transfer_service_pb2_grpc
 
 from isthmus_client.certificates import Authority
 from isthmus_core.config import TlsConfig
-from isthmus_core.errors import ConfigError
+from isthmus_core.errors import ConfigError, IsthmusError
 from isthmus_core.roles import Role
 from isthmus_core.rpc import RpcServer, open_channel, wait_serving
 
@@ -68,6 +68,18 @@ async def test_only_workers_learn_about_memory(hub: tuple[str, Path, Authority])
     assert await code_of(target, None) is grpc.StatusCode.UNAVAILABLE
     for role in Role:
         assert await wait_serving(target, 5, tls=using(folder, role.value)), "health is for every certificate"
+
+
+async def test_refusals_are_told_to_who_counts_them(tmp_path: Path):
+    Authority.open(tmp_path, 1).issue_roles(HOSTS, 1)
+    refused: list[IsthmusError] = []
+    server = RpcServer(using(tmp_path, "worker"), on_refused=refused.append)
+    kv_transfer_service_pb2_grpc.add_KvTransferServiceServicer_to_server(Hub(), server.server)
+    await server.start("127.0.0.1:0")
+    for name in ("client", "worker"):
+        await code_of(f"127.0.0.1:{server.port}", using(tmp_path, name))
+    await server.stop(0)
+    assert [one.code for one in refused] == [grpc.StatusCode.PERMISSION_DENIED]
 
 
 async def test_streams_are_refused_before_their_first_message(hub: tuple[str, Path, Authority]):

@@ -106,6 +106,18 @@ def test_flashinfer_computes_what_sdpa_computes(
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs flashinfer-python")
+@pytest.mark.parametrize("first", [0, 1], ids=["all", "the second half"])
+def test_flashinfer_computes_layers_with_a_window(tmp_path: Path, first: int) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": first}
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = tiny_model(tmp_path / "model", "Qwen2", dtype="bfloat16", **sizes, **window)
+    kind = torch.bfloat16
+    for mine, theirs in zip(_logits(folder, "flashinfer", kind, 8), _logits(folder, "sdpa", kind, 8), strict=True):
+        assert theirs.std() > 0.5
+        assert (mine - theirs).abs().max() < 0.2
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs flashinfer-python")
 def test_flashinfer_is_the_choice_where_it_can_be(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model", hidden=128, heads=2, kv_heads=1, dtype="bfloat16")
     runner = TorchRunner(folder, device="cuda")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
 import pytest
 
 from hub_world import Side, assert_hubs_idle, connect, key, until
@@ -107,7 +114,38 @@ async def test_chunks_arrive_byte_for_byte_and_room_comes_back():
         assert outcome.stats is not None
         assert outcome.stats.writers.bounced == outcome.stats.writers.bytes == 3 * pair.c.storage.slot
         assert pair.scatters.begun > 3
+        assert outcome.stats.writers.gather > 0
+        assert outcome.stats.writers.scatter > 0
+        assert outcome.stats.writers.why == "bounced: transfer.staging_policy = always"
         await pair.idle()
+
+
+async def test_a_profiler_sees_every_part_of_a_write_as_a_closed_range(monkeypatch: pytest.MonkeyPatch):
+    """Under a torch whose NVTX is a list."""
+    seen: list[tuple[str, str]] = []
+
+    @contextmanager
+    def drawn(name: str) -> Generator[None]:
+        seen.append(("open", name))
+        yield
+        seen.append(("close", name))
+
+    def write() -> set[str]:
+        names = [name for what, name in seen if what == "open"]
+        assert sorted(names) == sorted(name for what, name in seen if what == "close")
+        seen.clear()
+        return set(names)
+
+    fake = SimpleNamespace(cuda=SimpleNamespace(nvtx=SimpleNamespace(range=drawn)))
+    monkeypatch.setitem(sys.modules, "torch", cast("ModuleType", fake))
+    async with Pair() as pair:
+        for number in (1, 2):
+            pair.c.offer(key(number), 3, 7, 1)
+            pair.g.ask(key(number), pair.c.holder, 9, 0, 12)
+            assert (await pair.outcome(number)).failure is TransferFailure.NONE
+            # Nothing is drawn before a profiler is attached.
+            assert write() == (set() if number == 1 else {"kv.plan", "kv.gather", "kv.post", "kv.scatter"})
+            monkeypatch.setattr("kvtransfer.nvtx._ATTACHED", True)
 
 
 async def test_many_at_once_through_an_arena_that_holds_two_chunks():
@@ -165,22 +203,23 @@ async def test_a_cancel_between_chunks_ends_both_sides():
         await pair.idle()
 
 
-async def test_a_broken_stream_fails_what_bounces_and_the_next_request_works():
-    async with Pair() as pair:
+async def test_what_bounces_goes_on_when_its_stream_is_back():
+    async with Pair(send=2 * UNIT, receive=2 * UNIT) as pair:
         pair.c.agent.hold = True
         pair.c.offer(key(1), 3, 4)
         pair.g.ask(key(1), pair.c.holder, 9, 10)
         await until(lambda: pair.fabric.in_flight)
         await pair.c.sever()
+        # The next chunk is asked for while nobody can be asked.
         pair.c.agent.hold = False
         pair.fabric.land()
-        await until(lambda: pair.c.rank.open_writes == 0)
+        await until(lambda: not pair.fabric.in_flight)
+        await asyncio.sleep(0.05)
+        assert pair.c.rank.open_writes == 1
+        assert not pair.received
         await pair.c.restore()
-        assert (await pair.outcome(1)).failure is TransferFailure.WRITE_FAILED
-        pair.c.offer(key(2), 5)
-        pair.g.ask(key(2), pair.c.holder, 20)
-        assert (await pair.outcome(2)).failure is TransferFailure.NONE
-        assert pair.g.block_bytes(20) == pair.c.block_bytes(5)
+        assert (await pair.outcome(1)).failure is TransferFailure.NONE
+        assert pair.g.block_bytes(9, 10) == pair.c.block_bytes(3, 4)
         await pair.idle()
 
 

@@ -177,6 +177,29 @@ async def test_a_pair_is_measured_before_its_first_use():
         assert (await pair.ask_context.PlanTransfer(question)).writes[0].path == "loopback"
 
 
+async def test_what_a_hand_off_takes_is_estimated_after_every_measurement():
+    async with Pair(context=ProbePolicy(on_connect=True)) as pair:
+        await connect(pair.generation, pair.context)
+        await until(lambda: len(pair.context.estimates) == 1)
+        await pair.ask_context.Probe(transfer_tools_pb2.ProbeRequest())
+        await until(lambda: len(pair.context.estimates) == 2)
+        newest = pair.context.estimates[-1]
+        assert (newest.instance_id, newest.incarnation) == ("g", pair.generation.incarnation)
+        assert newest.path == "loopback"
+        question = transfer_tools_pb2.PlanTransferRequest(endpoint=pair.generation.endpoint, prompt_tokens=1024)
+        (write,) = (await pair.ask_context.PlanTransfer(question)).writes
+        planned = write.expected.seconds + write.expected.nanos / 1e9
+        assert newest.fixed_s + 1024 * newest.s_per_token == pytest.approx(planned, rel=0.05, abs=1e-6)
+        assert not pair.generation.estimates
+
+
+async def test_without_a_measurement_nothing_is_estimated():
+    async with Pair(peer_scratch=False, context=ProbePolicy(on_connect=True)) as pair:
+        await connect(pair.generation, pair.context)
+        await asyncio.sleep(0.2)
+        assert not pair.context.estimates
+
+
 @pytest.mark.parametrize("peer_scratch", [True, False])
 async def test_a_pair_on_another_path_is_refused_with_both_values(monkeypatch, peer_scratch):
     async with Pair(peer_scratch=peer_scratch) as pair:

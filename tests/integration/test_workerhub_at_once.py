@@ -91,6 +91,28 @@ async def test_a_leg_that_is_cancelled_during_the_prefill_ends_the_other(pair: P
     await pair.idle()
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_leg_whose_context_leg_is_cancelled_goes_on_alone(tmp_path: Path, policy: str):
+    prompt = [32 + index * 7 % 95 for index in range(640)]
+    async with running_pair(tmp_path, *SLOW, f"transfer.on_transfer_failure={policy}") as pair:
+        legs = pair.at_once(prompt, 9, may_take_over=True)
+        context = pair.context.stub.Generate(legs[0], timeout=60)
+        generation = asyncio.create_task(_read(pair.generation.stub.Generate(legs[1], timeout=60)))
+        while "writing" not in await _states(pair.context):
+            await asyncio.sleep(0.01)
+        context.cancel()
+        if policy == "fail":
+            with pytest.raises(grpc.aio.AioRpcError):
+                await generation
+        else:
+            first, *answers = await generation
+            assert first.took_over.reason
+            assert tokens(answers) == oracle(prompt, 9)
+            assert answers[-1].finished.report.recomputed
+            assert answers[-1].finished.report.decode_tokens == 8, "the first one was the prefill's"
+        await pair.idle()
+
+
 async def test_legs_that_are_cancelled_at_any_time_leave_nothing(pair: Pair):
     async def one(number: int) -> None:
         calls = _start(pair, [65 + number] * 300, 100, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from isthmus_core.process import free_port
 from isthmus_worker.engine import EngineLoad
 from isthmus_worker.registration import Registration
 from isthmus_worker.wire.registration import ContextPeer, InstanceDescription, PairView
+from kvtransfer.hub import PairEstimate
 from kvtransfer.ports import Incompatibility
 from kvtransfer.rank_info import InstanceRole
 
@@ -51,6 +53,27 @@ async def test_hello_then_everything_that_changes():
         await coordinator.until(lambda: len(coordinator.said("draining")) == 1)
         await registration.close()
         await coordinator.until(lambda: coordinator.open_streams == 0)
+
+
+async def test_estimates_are_told_to_coordinators_that_take_them_and_again_after_a_restart():
+    first, second = (PairEstimate("g-0", b"\2" * 16, seconds, 1e-6, "cma") for seconds in (0.5, 0.25))
+    async with FakeCoordinator() as coordinator:
+        registration = Registration(coordinator.address, replace(ME, role=InstanceRole.CONTEXT))
+        await registration.start(30)
+        registration.set_estimate(first)
+        registration.set_pair(PairView("c-0", b"\2" * 16, READY))
+        await coordinator.until(lambda: len(coordinator.said("pair")) == 1)
+        assert coordinator.said("estimate") == []  # an older coordinator would end the stream for it
+        port = coordinator.port
+    async with FakeCoordinator(port) as coordinator:
+        coordinator.welcome.takes_estimates = True
+        await coordinator.until(lambda: len(coordinator.said("estimate")) == 1)
+        registration.set_estimate(second)
+        await coordinator.until(lambda: len(coordinator.said("estimate")) == 2)
+        told = [one.estimate.fixed_s for one in coordinator.said("estimate")]
+        assert told == [0.5, 0.25]
+        assert coordinator.said("estimate")[0].generation.incarnation == b"\2" * 16
+        await registration.close()
 
 
 async def test_loads_are_told_when_they_change_and_not_too_often():

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from parity_fleet import Fleet, Instance, Shape, request, run_split
-from parity_oracle import Case, cases, expected
+from parity_fleet import Fleet, Shape, run_split
+from parity_logprobs import compare_bfloat16
+from parity_oracle import cases, expected
 from tiny_models import tiny_model
-from worker_process import BOTH, CONTEXT, GENERATION
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -77,33 +75,6 @@ async def test_float32(fleet: Fleet, llama: Path, row: str) -> None:
     print(f"\n{row}: path {found[0][1].handoff.path}")
 
 
-async def _logprobs(instance: Instance, made: Any) -> tuple[list[tuple[int, float]], Any]:
-    """(token, log probability) of every position, and the last answer."""
-    made.sampling.logprobs = 1
-    answers = [one async for one in instance.process.stub.Generate(made, timeout=60)]
-    chunks = [one.tokens for one in answers if one.HasField("tokens")]
-    return _pairs(chunks), answers[-1]
-
-
-def _pairs(chunks: Any) -> list[tuple[int, float]]:
-    return [
-        (int.from_bytes(one.tokens.le_uint32[4 * at : 4 * at + 4], "little"), entry.logprob)
-        for one in chunks
-        for at, entry in enumerate(one.logprobs)
-    ]
-
-
-async def _unsplit(instance: Instance, case: Case, number: int) -> list[tuple[int, float]]:
-    return (await _logprobs(instance, request(case, BOTH, number)))[0]
-
-
-async def _split(pair: tuple[Instance, Instance], case: Case, number: int) -> list[tuple[int, float]]:
-    _, last = await _logprobs(pair[0], request(case, CONTEXT, number))
-    params = last.context_ready.params
-    rest, _ = await _logprobs(pair[1], request(case, GENERATION, number, params))
-    return _pairs(params.first_tokens) + rest
-
-
 @pytest.mark.parametrize("row", ["TP1 to TP1", pytest.param("TP2 to TP1", marks=two_gpus)])
 async def test_bfloat16(fleet: Fleet, llama: Path, row: str) -> None:
     """Cut alike, every log probability is the same float: the cache has arrived bit for bit. Cut otherwise the sums of
@@ -112,19 +83,8 @@ async def test_bfloat16(fleet: Fleet, llama: Path, row: str) -> None:
     last = torch.cuda.device_count() - 1
     context = on(llama, *((0,) if row == "TP1 to TP1" else (0, 1)), dtype="bfloat16")
     generation = on(llama, last, dtype="bfloat16")
-    wanted = [replace(case, options={}) for case in cases(VOCAB) if not case.seeded]
-    pair = await fleet.pair(context, generation)
-    alone = await fleet.alone(generation)
-    errors: list[float] = []
-    for case in wanted:
-        whole = await _unsplit(alone, case, fleet.number())
-        parted = await _split(pair, case, fleet.number())
-        assert len(whole) == len(parted) == case.new_tokens
-        if row == "TP1 to TP1":
-            assert parted == whole
-        for (token, one), (other_token, other) in zip(whole, parted, strict=True):
-            if token != other_token:
-                break  # from here on the two read different texts
-            errors.append(abs(one - other))
-    print(f"\n{row}: {len(errors)} steps compared, largest error of a log probability {max(errors):.4g}")
-    assert max(errors) < 0.25
+    found = await compare_bfloat16(fleet, context, generation)
+    print(f"\n{row}: {found}")
+    if row == "TP1 to TP1":
+        assert found.identical
+    assert found.largest < 0.25

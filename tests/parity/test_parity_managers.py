@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from isthmus.v1 import timeline_pb2
 
-from parity_fleet import Fleet, Shape, run_at_once, run_split
+from parity_fleet import Fleet, Instance, Run, Shape, run_at_once, run_split
 from parity_models import VOCAB
 from parity_oracle import Case, cases, expected
 
@@ -36,7 +38,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-async def check(fleet: Fleet, context: Shape, generation: Shape, wanted: list[Case], run=run_split) -> list[object]:
+async def check(fleet: Fleet, context: Shape, generation: Shape, wanted: list[Case], run: Run = run_split) -> list[Any]:
     first, second = await fleet.pair(context, generation)
     found = await asyncio.gather(*(run(first, second, case, fleet.number()) for case in wanted))
     assert [tokens for tokens, _ in found] == expected(context.model, wanted)
@@ -69,13 +71,28 @@ async def test_sliding_window_over_two_stages(fleet: Fleet, sliding: Path) -> No
 
 
 @pytest.mark.parametrize("manager", [V1, V2], ids=["V1", "V2"])
-async def test_prefix_reuse_on_both_sides(fleet: Fleet, llama: Path, manager: str) -> None:
-    """The second time a prompt comes, both sides have most of its blocks, and only the rest is asked for."""
-    shape = Shape(llama, settings=(manager, "engine.prefix_caching=true"))
-    wanted = cases(VOCAB)
-    first = await check(fleet, shape, shape, wanted[:3])
-    again = await check(fleet, shape, shape, wanted[:3])
-    assert sum(report.handoff.bytes for report in again) < sum(report.handoff.bytes for report in first) / 2
+@pytest.mark.parametrize("sides", ["both", "context", "generation"])
+async def test_prefix_reuse(fleet: Fleet, llama: Path, manager: str, sides: str) -> None:
+    """The second time a prompt comes, a side that reuses has most of its blocks: they are not computed, not sent."""
+    context, generation = (
+        Shape(llama, settings=(manager, *(("engine.prefix_caching=true",) if sides in ("both", side) else ())))
+        for side in ("context", "generation")
+    )
+    # Nobody has seen these prompts: rows share instances.
+    wanted = cases(VOCAB, draw=100 + len(sides))[:3]
+    first = await check(fleet, context, generation, wanted)
+    again = await check(fleet, context, generation, wanted)
+    sent = [sum(report.handoff.bytes for report in reports) for reports in (first, again)]
+    assert sent[1] < sent[0] / 2 if sides != "context" else sent[1] == sent[0]
+    pair = await fleet.pair(context, generation)
+    cached = [await cached_tokens(one, len(wanted)) for one in pair]
+    assert [count > 0 for count in cached] == [sides != "generation", sides != "context"]
+
+
+async def cached_tokens(instance: Instance, legs: int) -> int:
+    """Prompt tokens of its latest legs that were there already."""
+    answer = await instance.process.stub.GetTimeline(timeline_pb2.GetTimelineRequest(limit=legs))
+    return sum(leg.cached_tokens for leg in answer.legs)
 
 
 async def test_both_legs_at_once(fleet: Fleet, llama: Path) -> None:
@@ -83,13 +100,17 @@ async def test_both_legs_at_once(fleet: Fleet, llama: Path) -> None:
     await check(fleet, Shape(llama, tp=2), Shape(llama), cases(VOCAB), run_at_once)
 
 
+@pytest.mark.parametrize("row", ["two ranks", "two stages, another layout"])
+async def test_layer_by_layer(fleet: Fleet, llama: Path, row: str) -> None:
+    """The end of a prompt is sent while its later layers are computed."""
+    settings = ("transfer.layer_wise=true", "logging.level=DEBUG", "transfer.staging_policy=never")
+    context = Shape(llama, tp=2, settings=settings) if row == "two ranks" else Shape(llama, pp=2, settings=settings)
+    generation = Shape(llama) if row == "two ranks" else Shape(llama, settings=("cache.layout=nhd",))
+    await check(fleet, context, generation, cases(VOCAB), run_at_once)
+    first, _ = await fleet.pair(context, generation)
+    assert "layer by layer" in first.process.log
+
+
 async def test_sixteen_at_once(fleet: Fleet, llama: Path) -> None:
     lengths = (3, 16, 17, 33, 60, 91, 120, 150)
     await check(fleet, Shape(llama, tp=2), Shape(llama), cases(VOCAB, lengths))
-
-
-async def test_preemption_while_others_receive(fleet: Fleet, llama: Path) -> None:
-    """A generation instance with too few blocks for all: the youngest gives its own back and computes them again."""
-    generation = Shape(llama, settings=("engine.num_blocks=22",))
-    lengths = (90, 91, 92)
-    await check(fleet, Shape(llama, tp=2), generation, cases(VOCAB, lengths, 48))

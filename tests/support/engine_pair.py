@@ -23,7 +23,7 @@ from kvtransfer.ports import (
     WriteOrder,
     WriterOutcome,
 )
-from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint
+from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint, RankInfo
 
 HOLDER = Holder("127.0.0.1:1", "context-0", b"c" * 16)
 
@@ -36,7 +36,7 @@ def first_of(leg: EngineRequest) -> list[int]:
 
 class EnginePair:
     """Two engine processes whose ranks know each other. `other`: settings of the generation instance, when it has
-    others."""
+    others. `ranks`: what the rank of each has said of itself, the context instance's first."""
 
     def __init__(self, make: Callable[..., EngineUnderTest], config: Settings, other: Settings | None = None) -> None:
         def start(role: str, own: Settings) -> EngineUnderTest:
@@ -46,18 +46,21 @@ class EnginePair:
         self.total_blocks = {id(self.context): self.context.ready().total_blocks}
         described = self.generation.ready()
         self.total_blocks[id(self.generation)] = described.total_blocks
-        for rank in (self.context, self.generation):
-            ready = rank.rank_event()
-            assert isinstance(ready, RankReady)
-        assert isinstance(ready, RankReady)
+        self.ranks = [self._ready(engine) for engine in (self.context, self.generation)]
         model = ModelFingerprint(described.weights_digest, described.attention_digest, described.kv_dtype)
         self.peer = InstanceInfo(
-            "generation-0", b"g" * 16, "127.0.0.1:2", InstanceRole.GENERATION, model, (ready.info,)
+            "generation-0", b"g" * 16, "127.0.0.1:2", InstanceRole.GENERATION, model, (self.ranks[1],)
         )
         self.context.order(LoadPeer(self.peer))
         loaded = self.context.rank_event()
         assert isinstance(loaded, PeerLoaded)
         assert not loaded.incompatibilities
+
+    @staticmethod
+    def _ready(engine: EngineUnderTest) -> RankInfo:
+        ready = engine.rank_event()
+        assert isinstance(ready, RankReady)
+        return ready.info
 
     def prefill(
         self, prompt: list[int], max_tokens: int, number: int = 0, **options: Any
@@ -98,11 +101,15 @@ class EnginePair:
         assert wanted.holder == HOLDER
         notice = self.write(offer, wanted)
         assert notice.outcome is WriterOutcome.DELIVERED, notice.reason
+        self.settle(leg, notice)
+        return notice
+
+    def settle(self, leg: EngineRequest, notice: TransferNotice) -> None:
+        """Both sides are told how the write has ended, and the generation leg runs to its end."""
         self.generation.send(ReceiveOutcome(leg.key, settled=True, stats=HandoffStats(notice.stats, 0.5)))
         self.context.send(SendOutcome(leg.key))
         for engine in (self.generation, self.context):
             assert engine.next_of(LegReleased).key == leg.key
-        return notice
 
     def stop(self) -> None:
         """Both leave in order, holding nothing."""

@@ -119,12 +119,15 @@ class EngineUnderTest:
 
     def tokens(self, key: RequestKey) -> list[int]:
         """All tokens of a request so far."""
-        return [t for one in self.events if isinstance(one, LegTokens) and one.key == key for t in one.tokens.ids]
+        return [token for chunk in self._said_of(key) for token in chunk.ids]
 
     def chunks(self, key: RequestKey, sample: int = 0) -> list[Tokens]:
         """What one answer of a request has said."""
-        said = [one.tokens for one in self.events if isinstance(one, LegTokens) and one.key == key]
-        return [chunk for chunk in said if chunk.sample == sample]
+        return [chunk for chunk in self._said_of(key) if chunk.sample == sample]
+
+    def _said_of(self, key: RequestKey) -> list[Tokens]:
+        said = [one.said for one in self.events if isinstance(one, LegTokens) and one.key == key]
+        return [one for one in said if isinstance(one, Tokens)]
 
     def last_tokens(self, key: RequestKey) -> Tokens:
         """The last chunk of a request's first answer."""

@@ -18,11 +18,13 @@ Response = coordinator_service_pb2.RegisterResponse
 class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
     """Use as an async context manager; `address` is host:port. `streams[i]` lists the messages of the i-th stream."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.streams: list[list[Request]] = []
         self.open_streams = 0
         self.refuse: grpc.StatusCode | None = None
         self.mute = False
+        self.welcome = coordinator_service_pb2.RegisterWelcome(schema_version=2)
         self._port = port
         self._server: RpcServer | None = None
         self._outboxes: list[asyncio.Queue[Response | grpc.StatusCode | None]] = []
@@ -31,7 +33,7 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
     async def __aenter__(self) -> FakeCoordinator:
         self._server = RpcServer()
         coordinator_service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, self._server.server)
-        self._port = await self._server.start(f"127.0.0.1:{self._port}")
+        self._port = await self._server.start(f"{self._host}:{self._port}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -44,7 +46,7 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
+        return f"{self._host}:{self._port}"
 
     async def Register(self, request_iterator: AsyncIterator[Request], context: Any) -> AsyncIterator[Response]:
         heard: list[Request] = []
@@ -66,7 +68,7 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
         listening = asyncio.create_task(listen())
         try:
             if not self.mute:
-                yield Response(welcome=coordinator_service_pb2.RegisterWelcome(schema_version=2))
+                yield Response(welcome=self.welcome)
             while (message := await outbox.get()) is not None:
                 if isinstance(message, grpc.StatusCode):
                     await context.abort(message, "replaced by another incarnation")

@@ -21,7 +21,7 @@ from isthmus_core.tracing import TraceContext, Tracing
 from kv_storage import GUARD, MODEL, Shape, Storage
 from kvtransfer.agents.loopback import LoopbackAgent, LoopbackFabric
 from kvtransfer.config import TransferConfig
-from kvtransfer.hub import PairState, PairStatus, PeerAddress, TransferHub
+from kvtransfer.hub import PairEstimate, PairState, PairStatus, PeerAddress, TransferHub
 from kvtransfer.ports import Holder, RankBlocks, RankToHub, ReceiveRequest, RequestKey, TokenRange
 from kvtransfer.rank_info import InstanceRole, ModelFingerprint, Topology
 from kvtransfer.transceiver.probing import ProbePolicy
@@ -86,6 +86,7 @@ class Side:
         self.storage = Storage(shape or Shape(), layout, total_blocks)
         self.agent = LoopbackAgent(name, fabric)
         self.port, self.pair_log = QueuePort(), list[PairStatus]()
+        self.estimates = list[PairEstimate]()
         self.kills, self.stops = list[tuple[int, str]](), list[str]()
         self._events: list[RankToHub] = []
         self.rank = RankTransceiver(
@@ -121,6 +122,7 @@ class Side:
             rank_ports=[self.port],
             deliver=self.scheduler.deliver,
             on_pair=self.pair_log.append,
+            on_estimate=self.estimates.append,
             kill_rank=lambda rank, reason: self.kills.append((rank, reason)),
             stop_instance=self.stops.append,
             tracing=tracing,

@@ -23,6 +23,8 @@ from kvtransfer.rank_info import InstanceRole
 KEYING = Keying(b"weights", b"attention", "float32", 16)
 CONNECTING, READY = 1, 2
 MAX_PEERS = 32
+# Blocks of an instance.
+MOST_KEYS = 64
 
 
 class MockWorker:
@@ -32,6 +34,8 @@ class MockWorker:
         self.name, self.role, self._share = name, role, share
         self.incarnation = new_incarnation()
         self.cached = CachedKeys()
+        self.load = EngineLoad()
+        self._keys: list[bytes] = []
         self._peers: set[ContextPeer] = set()
         description = InstanceDescription(
             name, self.incarnation, f"{name}:1", role, "mock", 1 << 16, 16, "mock", 4096, KEYING, ()
@@ -53,10 +57,14 @@ class MockWorker:
         await self.registration.start(300)
 
     def beat(self, rng: random.Random) -> None:
-        """Another load, some blocks."""
-        self.registration.set_load(EngineLoad(running_requests=rng.randrange(8), used_blocks=rng.randrange(4096)))
-        new = tuple(rng.randbytes(16) for _ in range(rng.randrange(4)))
-        self.cached.apply(KvEvent(stored=new))
+        """Another load, some blocks; the oldest ones make room."""
+        self.load = EngineLoad(running_requests=rng.randrange(8), used_blocks=rng.randrange(4096))
+        self.registration.set_load(self.load)
+        new = [rng.randbytes(16) for _ in range(rng.randrange(4))]
+        self._keys += new
+        gone = self._keys[:-MOST_KEYS]
+        del self._keys[:-MOST_KEYS]
+        self.cached.apply(KvEvent(stored=tuple(new), removed=tuple(gone)))
 
     async def close(self) -> None:
         self.cached.close()
@@ -73,11 +81,13 @@ class Truth:
 
 
 class MockFleet:
-    """`size` workers, half of them context instances."""
+    """`size` workers, half of them context instances. `seed` also names them; `whole`: workers of all fleets of the
+    cluster."""
 
-    def __init__(self, target: str, size: int, seed: int = 0) -> None:
+    def __init__(self, target: str, size: int, seed: int = 0, whole: int = 0) -> None:
         self._target = target
         self._rng = random.Random(seed)
+        self._seed, self._whole = seed, whole or size
         self._next = 0
         self.workers: list[MockWorker] = []
         self._size = size
@@ -90,8 +100,8 @@ class MockFleet:
     async def _add(self, context: bool) -> None:
         self._next += 1
         role = InstanceRole.CONTEXT if context else InstanceRole.GENERATION
-        share = max(1, self._size // 2 // MAX_PEERS)
-        worker = MockWorker(self._target, f"{role.name.lower()}-{self._next}", role, share)
+        share = max(1, self._whole // 2 // MAX_PEERS)
+        worker = MockWorker(self._target, f"{role.name.lower()}-{self._seed}-{self._next}", role, share)
         self.workers.append(worker)
         await worker.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from worker_process import BOTH, CONTEXT, GENERATION, WorkerProcess, leg, worker
 
 READY = coordinator_service_pb2.PAIR_STATE_READY
 MAX_RANKS = 6
+# `run_split` or `run_at_once`.
+Run = Callable[["Instance", "Instance", Case, int], Awaitable[tuple[list[int], Any]]]
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class Instance:
 
 class Fleet:
     """`pair` gives a context and a generation instance that are connected; those that were not used for longest make
-    room. Use as an async context manager."""
+    room. `environment`: of all processes, beside this one's. Use as an async context manager."""
 
-    def __init__(self, folder: Path, max_ranks: int = MAX_RANKS) -> None:
+    def __init__(self, folder: Path, max_ranks: int = MAX_RANKS, environment: Mapping[str, str] | None = None) -> None:
         self._folder, self._max_ranks = folder, max_ranks
+        self._environment = dict(environment or {})
         self._live: dict[tuple[Shape, str], tuple[Instance, AsyncExitStack]] = {}
         self._started = 0
         self._requests = 0
@@ -141,10 +145,13 @@ class Fleet:
                 f"worker.instance_id={role}-{self._started}",
                 "transfer.on_transfer_failure=fail",
                 *shape.settings,
+                port=None,
+                **self._environment,
             )
         )
         self._live[key] = Instance(shape, role, process, heard), stack
         assert await process.serving(120), process.log
+        await heard.until(lambda: bool(heard.said("hello")))
         return self._live[key][0]
 
 

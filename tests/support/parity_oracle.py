@@ -42,9 +42,11 @@ class Case:
         return Sampling(self.new_tokens, temperature=0.8, top_p=0.9, top_k=40, seed=SEED)
 
 
-def cases(vocab: int, lengths: tuple[int, ...] = (21, 75, 140), new_tokens: int = NEW_TOKENS) -> list[Case]:
-    """Random prompts, each greedy and seeded."""
-    rng = np.random.default_rng(7)
+def cases(
+    vocab: int, lengths: tuple[int, ...] = (21, 75, 140), new_tokens: int = NEW_TOKENS, draw: int = 7
+) -> list[Case]:
+    """Random prompts, others for another `draw`; each greedy and seeded, the greedy ones first."""
+    rng = np.random.default_rng(draw)
     prompts = [tuple(rng.integers(4, vocab, length).tolist()) for length in lengths]
     return [Case(prompt, seeded, new_tokens) for seeded in (False, True) for prompt in prompts]
 

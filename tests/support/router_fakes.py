@@ -28,6 +28,7 @@ from isthmus_router.ports import (
     LegKind,
     PlacementRequest,
     Tokens,
+    TookOver,
 )
 
 
@@ -125,7 +126,7 @@ class Pause:
     go: asyncio.Event
 
 
-Step = LegEvent | IsthmusError | Hang | Pause
+Step = LegEvent | TookOver | IsthmusError | Hang | Pause
 
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
@@ -177,7 +178,7 @@ class FakeWorkers:
 
     async def generate(
         self, instance: InstanceRef, leg: Leg, *, timeout_s: float, trace: TraceContext | None
-    ) -> AsyncGenerator[LegEvent, None]:
+    ) -> AsyncGenerator[LegEvent | TookOver, None]:
         self.legs.append((instance.instance_id, leg))
         self.traces.append(trace)
         self.timeouts.append(timeout_s)

@@ -30,6 +30,7 @@ from isthmus_worker.scheduler import (
     RequestFinished,
     RequestReleased,
     RequestTokens,
+    RequestTookOver,
     Scheduler,
     SchedulerEvent,
 )
@@ -44,6 +45,7 @@ from kvtransfer.ports import (
     SendOutcome,
     TransferFailure,
 )
+from kvtransfer.transceiver.layer_progress import LayerProgress
 from kvtransfer.transceiver.policy import HandoffPolicy
 from kvtransfer.transceiver.scheduler import SchedulerTransceiver
 
@@ -75,6 +77,7 @@ class Trail:
     answers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     reasons: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
     end: ContextDone | RequestFinished | None = None
+    took_over: str | None = None
     released: bool = False
 
     @property
@@ -134,8 +137,12 @@ class Bench:
         policy: HandoffPolicy | None = None,
         draft_tokens: int = 0,
         reserve_early: bool = False,
+        may_take_over: bool = False,
+        layer_wise: bool = False,
+        fill_gate: int = 0,
     ) -> None:
         self.role = role
+        self.may_take_over = may_take_over
         self.runner = MockRunner(MockConfig(max_model_len=max_model_len), "mock", tokens_per_block)
         self.memory = memory_of(self.runner.allocate_cache(num_blocks))
         self.blocks = BlockManager(num_blocks, tokens_per_block)
@@ -159,9 +166,12 @@ class Bench:
             max_batch_tokens,
             max_waiting,
             draft_tokens,
+            fill_gate=fill_gate,
         )
         memory = Memory(BlockTable(self.blocks, window), _root if prefix_caching else None, max_batch_tokens)
-        handoffs = Handoffs(self.transceiver, [Held(0, 0)], 30.0, reserve_early=reserve_early)
+        self.layers = LayerProgress()
+        layers = self.layers if layer_wise else None
+        handoffs = Handoffs(self.transceiver, [Held(0, 0)], 30.0, reserve_early=reserve_early, layers=layers)
         self.scheduler = Scheduler(limits, memory, self._event, handoffs)
         self._executor = self.runner if poison is None else PoisonedRunner(self.runner, poison)
 
@@ -204,7 +214,8 @@ class Bench:
         leg = leg or LEGS[self.role]
         waits = at_once and leg is RequestType.CONTEXT_ONLY
         context = HOLDER if at_once and leg is RequestType.GENERATION_ONLY else None
-        request = EngineRequest(key, leg, tuple(prompt), sampling, phase, None, salt, context, waits)
+        alone = self.may_take_over and context is not None
+        request = EngineRequest(key, leg, tuple(prompt), sampling, phase, None, salt, context, waits, alone)
         self.scheduler.submit(request, self.now)
         self.trails[key] = Trail()
         return key
@@ -226,6 +237,7 @@ class Bench:
             self.memory[asked.destinations[0].blocks] = 0xAA
         self._asked.clear()
         if plan.rows:
+            self.layers.begin()
             try:
                 drawn = self._executor.execute(plan.rows)
             except NonFiniteLogits as error:
@@ -298,6 +310,11 @@ class Bench:
             assert trail.end is None, f"{event} after the end"
             if isinstance(event, RequestTokens):
                 trail.add(event.chunk)
+                return
+            if isinstance(event, RequestTookOver):
+                assert not trail.answers, "said before the first token"
+                assert trail.took_over is None, "said once"
+                trail.took_over = event.reason
                 return
             if isinstance(event, ContextDone):
                 for chunk in event.first_tokens:

@@ -46,7 +46,8 @@ class Wire:
 
 
 class Pair:
-    """`turn` is one step of both schedulers and of the hubs. With `write` False nothing is written: the cache waits."""
+    """`turn` is one step of both schedulers and of the hubs. With `write` False nothing is written: the cache waits
+    unless nobody has it any more."""
 
     def __init__(self, *, policy: HandoffPolicy | None = None, write: bool = True, **options: Any) -> None:
         self.context = Bench("context", **options)
@@ -90,8 +91,10 @@ class Pair:
         raise AssertionError("does not come to rest")
 
     def text(self, key: RequestKey, sample: int = 0) -> list[int]:
-        """Of one answer, from both legs."""
+        """Of one answer, from both legs, or from the one that goes on alone."""
         ends = (self.context.trails[key], self.generation.trails[key])
+        if ends[1].took_over is not None:
+            return ends[1].answers.get(sample, [])
         return [token for trail in ends for token in trail.answers.get(sample, [])]
 
     def check_idle(self) -> None:
@@ -117,7 +120,7 @@ class Pair:
                 self._hear(side, self.wires[message.key], message)
         for key, wire in self.wires.items():
             self._bind(key, wire)
-            if self.write:
+            if self.write or wire.send_over:
                 self._write(key, wire)
         return bool(new)
 
@@ -189,4 +192,5 @@ class Pair:
             self.generation.transceiver.deliver(BindFailed(key, TransferFailure.NOT_HELD, "withdrawn"))
         if wire.wanted is not None and not wire.receive_over:
             wire.receive_over = True
-            self.generation.deliver_receive(key, CANCELLED)
+            gone = CANCELLED if side is self.generation else TransferFailure.NOT_HELD
+            self.generation.deliver_receive(key, gone)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isthmus.v1 import coordinator_service_pb2, kv_index_pb2, worker_service_pb2
+from isthmus.v1 import coordinator_service_pb2, generation_pb2, kv_index_pb2, worker_service_pb2
 
 from fake_coordinator import FakeCoordinator, Response
 from isthmus_core.block_keys import split_keys
@@ -46,38 +46,88 @@ class Member:
 class World:
     """Workers by name: "vllm-context", "torch-generation", and so on."""
 
+    _start: Callable[[str], Awaitable[Member]]
     members: dict[str, Member] = field(default_factory=dict[str, Member])
     _number: int = 0
+
+    async def restart(self, name: str) -> None:
+        """Another worker of that name, after the one before has left."""
+        await self.members[name].process.exit_code()
+        member = self.members[name] = await self._start(name)
+        assert await member.process.serving(600), member.process.log
+        await connect(self)
 
     def number(self) -> int:
         """A new request."""
         self._number += 1
         return self._number
 
-    async def prefill(self, name: str, prompt: Sequence[int], max_tokens: int, number: int) -> tuple[list[int], Any]:
-        """First tokens and ContextPhaseParams of a context leg."""
-        request = leg(prompt, max_tokens, kind=CONTEXT, number=number)
-        answers = [answer async for answer in self.members[name].process.stub.Generate(request, timeout=120)]
+    def leg(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        stop: Sequence[int] = (),
+        adapter: str = "",
+        **about: Any,
+    ) -> Any:
+        """A leg of `worker_process.leg` with `n` answers."""
+        request = leg(prompt, max_tokens, **about)
+        request.adapter = adapter
+        request.sampling.n = n
+        request.sampling.stop_token_ids.extend(stop)
+        return request
+
+    async def read(self, name: str, request: Any) -> list[Any]:
+        """All answers of a leg."""
+        return [answer async for answer in self.members[name].process.stub.Generate(request, timeout=120)]
+
+    async def prefill(
+        self, name: str, prompt: Sequence[int], max_tokens: int, number: int, **about: Any
+    ) -> tuple[list[int], Any]:
+        """First tokens, one of each answer, and ContextPhaseParams of a context leg."""
+        answers = await self.read(name, self.leg(prompt, max_tokens, kind=CONTEXT, number=number, **about))
         params = answers[-1].context_ready.params
         return [token for one in params.first_tokens for token in array("I", one.tokens.le_uint32)], params
 
     async def split(self, context: str, generation: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """All tokens of a request whose legs run on two workers."""
-        number = self.number()
-        first, params = await self.prefill(context, prompt, max_tokens, number)
-        request = leg(prompt, max_tokens, kind=GENERATION, number=number, params=params)
-        stub = self.members[generation].process.stub
-        answers = [answer async for answer in stub.Generate(request, timeout=120)]
-        report = answers[-1].finished.report
-        assert not report.handoff_failures, report.handoff_failures
-        assert not report.recomputed
-        return first + tokens(answers)
+        (answer,) = await self.split_answers(context, generation, prompt, max_tokens)
+        return answer
 
-    async def whole(self, name: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    async def split_answers(
+        self, context: str, generation: str, prompt: Sequence[int], max_tokens: int, **about: Any
+    ) -> list[list[int]]:
+        """The same with several answers (`n`, `stop`)."""
+        number = self.number()
+        first, params = await self.prefill(context, prompt, max_tokens, number, **about)
+        request = self.leg(prompt, max_tokens, kind=GENERATION, number=number, params=params, **about)
+        return _joined(first, await self.read(generation, request))
+
+    async def at_once(
+        self, context: str, generation: str, prompt: Sequence[int], max_tokens: int, **about: Any
+    ) -> list[list[int]]:
+        """The same with both legs started at the same time."""
+        number = self.number()
+        before, after = (
+            self.leg(prompt, max_tokens, kind=kind, number=number, **about) for kind in (CONTEXT, GENERATION)
+        )
+        before.generation_waits = True
+        holder = self.members[context].instance
+        after.context_instance.CopyFrom(
+            generation_pb2.ContextInstance(
+                endpoint=holder.endpoint, instance_id=holder.instance_id, incarnation=holder.incarnation
+            )
+        )
+        context_said, said = await asyncio.gather(self.read(context, before), self.read(generation, after))
+        ready = context_said[-1].context_ready.params
+        first = [token for one in ready.first_tokens for token in array("I", one.tokens.le_uint32)]
+        return _joined(first or tokens(context_said), said)
+
+    async def whole(self, name: str, prompt: Sequence[int], max_tokens: int, **about: Any) -> list[int]:
         """All tokens of a request that runs on one worker."""
-        request = leg(prompt, max_tokens, kind=BOTH, number=self.number())
-        answers = [answer async for answer in self.members[name].process.stub.Generate(request, timeout=120)]
-        return tokens(answers)
+        return tokens(await self.read(name, self.leg(prompt, max_tokens, kind=BOTH, number=self.number(), **about)))
 
     async def abort(self, name: str, number: int) -> None:
         """Withdraws a request."""
@@ -104,6 +154,17 @@ class World:
             while (sessions := await process.sessions()).sessions or sessions.open_requests:
                 await asyncio.sleep(0.05)
             assert sessions.free_pages == sessions.total_pages, name
+
+
+def _joined(first: Sequence[int], said: Sequence[Any]) -> list[list[int]]:
+    """Every answer: its first token and what the generation leg has said of it, which was no second try."""
+    report = said[-1].finished.report
+    assert not report.handoff_failures, report.handoff_failures
+    assert not report.recomputed
+    answers = [[token] for token in first]
+    for one in said:
+        answers[one.tokens.sample] += array("I", one.tokens.tokens.le_uint32)
+    return answers
 
 
 def vllm_settings(model: Path, **arguments: Any) -> list[str]:
@@ -143,15 +204,19 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def running_world(folder: Path, settings: dict[str, list[str]]) -> AsyncGenerator[World, None]:
     """Workers by name; the last word of a name is the role. All pairs are connected when it is entered."""
-    world = World()
     async with AsyncExitStack() as stack:
-        for name, own in settings.items():
+
+        async def start(name: str) -> Member:
             coordinator = await stack.enter_async_context(FakeCoordinator())
-            given = [*own, f"worker.role={name.rpartition('-')[2]}", f"worker.instance_id={name}"]
+            given = [*settings[name], f"worker.role={name.rpartition('-')[2]}", f"worker.instance_id={name}"]
             process = await stack.enter_async_context(
-                worker(folder, coordinator.address, *given, port=None, **ENVIRONMENT)  # all start at once
+                worker(folder, coordinator.address, *given, port=None, **ENVIRONMENT)
             )
-            world.members[name] = Member(name, process, coordinator)
+            return Member(name, process, coordinator)
+
+        world = World(start)
+        for name in settings:  # all start at once
+            world.members[name] = await start(name)
         for member in world.members.values():
             assert await member.process.serving(600), member.process.log
         await connect(world)
@@ -160,6 +225,8 @@ async def running_world(folder: Path, settings: dict[str, list[str]]) -> AsyncGe
 
 async def connect(world: World) -> None:
     """Tells every generation instance of every context instance, and waits until the pairs are ready."""
+    for member in world.members.values():
+        await member.coordinator.until(lambda member=member: bool(member.coordinator.said("hello")))
     contexts = [one.instance for name, one in world.members.items() if name.endswith("context")]
     for name, member in world.members.items():
         if name.endswith("generation"):

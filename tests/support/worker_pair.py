@@ -41,13 +41,14 @@ class Pair:
         return [answer async for answer in self.generation.stub.Generate(request, timeout=60)]
 
     def at_once(
-        self, prompt: list[int], max_tokens: int, number: int = 0
+        self, prompt: list[int], max_tokens: int, number: int = 0, *, may_take_over: bool = False
     ) -> tuple[worker_service_pb2.WorkerServiceGenerateRequest, worker_service_pb2.WorkerServiceGenerateRequest]:
         """Context and generation leg of a request that starts both at once."""
         context = leg(prompt, max_tokens, kind=CONTEXT, number=number)
         context.generation_waits = True
         generation = leg(prompt, max_tokens, kind=GENERATION, number=number)
         generation.context_instance.CopyFrom(self.holder)
+        generation.may_take_over = may_take_over
         return context, generation
 
     async def idle(self) -> None:

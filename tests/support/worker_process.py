@@ -30,10 +30,10 @@ CONTEXT, GENERATION, BOTH = 1, 2, 3
 class WorkerProcess:
     """One worker; `log` is its stderr so far."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, log_path: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, port: int, log_path: Path, host: str = "127.0.0.1") -> None:
         self.process = process
         self.port = port
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{host}:{port}"
         self._log_path = log_path
         self._channel = open_channel(self.address)
         self.stub = worker_service_pb2_grpc.WorkerServiceStub(self._channel)
@@ -84,13 +84,21 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def worker(
-    folder: Path, coordinator: str, *overrides: str, port: int | None = None, **environment: str
+    folder: Path,
+    coordinator: str,
+    *overrides: str,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    prefix: Sequence[str] = (),
+    **environment: str,
 ) -> AsyncGenerator[WorkerProcess, None]:
-    """A worker that is being started: mock engine, 512 blocks, state and log in `folder`. Killed at the end."""
+    """A worker that is being started: mock engine, 512 blocks, state and log in `folder`. Killed at the end. `host`:
+    where the test reaches it; `prefix`: of the command."""
     port = port or free_port()
     settings = [
         f"worker.coordinator={coordinator}",
-        f"worker.listen=127.0.0.1:{port}",
+        f"worker.listen={'127.0.0.1' if host == '127.0.0.1' else '0.0.0.0'}:{port}",
+        f"worker.advertise={host}:{port}",
         f"worker.state_dir={folder / 'state'}",
         "worker.start_timeout_s=30",
         "engine.kind=mock",
@@ -100,7 +108,7 @@ async def worker(
         *overrides,
     ]
     # Through the launcher of local clusters: a worker never outlives the test run, however that ends.
-    command = [sys.executable, "-m", "isthmus_client.child", str(os.getpid()), "isthmus_worker"]
+    command = [*prefix, sys.executable, "-m", "isthmus_client.child", str(os.getpid()), "isthmus_worker"]
     for setting in settings:
         command += ["--set", setting]
     log_path = folder / f"{port}.log"
@@ -108,7 +116,7 @@ async def worker(
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stderr=log, env={**os.environ, **environment}
         )
-    one = WorkerProcess(process, port, log_path)
+    one = WorkerProcess(process, port, log_path, host)
     try:
         yield one
     except BaseException:

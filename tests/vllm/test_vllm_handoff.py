@@ -42,6 +42,45 @@ async def test_every_pair_says_what_one_machine_says(world: World, length: int):
     assert got == dict.fromkeys(got, want)
 
 
+@pytest.mark.parametrize("length", [1, 129, 700])
+async def test_both_legs_at_once_say_what_one_machine_says(world: World, length: int):
+    """In chunks while the prompt is computed, where it takes several steps."""
+    ids = [7, *prompt(length)][:length]
+    want = await world.whole("torch-generation", ids, 16)
+    got = {pair: await world.at_once(*pair, ids, 16) for pair in PAIRS}
+    assert got == {pair: [want] for pair in PAIRS}
+    await world.idle()
+
+
+@pytest.mark.parametrize("schedule", ["split_answers", "at_once"])
+async def test_several_answers_to_one_prompt(world: World, schedule: str):
+    """One prefill, one hand-off: the generation side's answers share the blocks that have come."""
+    ids = [9 if schedule == "at_once" else 8, *prompt(300)]
+    want = await world.whole("torch-generation", ids, 12)
+    for pair in PAIRS:
+        assert await getattr(world, schedule)(*pair, ids, 12, n=3) == [want] * 3, pair
+    await world.idle()
+
+
+async def test_a_first_token_that_ends_the_answer_is_no_hand_off(world: World):
+    ids = [6, *prompt(150)]
+    want = await world.whole("torch-generation", ids, 1)
+    for pair in PAIRS:
+        assert await world.at_once(*pair, ids, 12, stop=want) == [want], pair
+        assert await world.at_once(*pair, ids, 1) == [want], pair
+    await world.idle()
+
+
+@pytest.mark.parametrize("length", [160, 161])
+async def test_a_prefix_that_is_here_but_for_the_last_token(world: World, length: int):
+    """Five blocks of 32, and one token more: the second time nothing, or next to nothing, is left to hand off."""
+    ids = [5, *prompt(length)][:length]
+    for schedule in (world.split_answers, world.at_once, world.split_answers):
+        (first,) = await schedule("torch-context", "vllm-generation", ids, 8)
+        assert first == await world.whole("torch-generation", ids, 8)
+    await world.idle()
+
+
 async def test_a_prefix_that_is_here_is_not_asked_for_again(world: World):
     """The second time the generation instance has all but the last block."""
     first = await world.split("torch-context", "vllm-generation", prompt(200), 8)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -115,8 +116,29 @@ def table(found: dict[str, tuple[int, str]]) -> str:
     return "\n".join(f"{name:46}{taken:6}  {problem[:120] or 'SURVIVED'}" for name, (taken, problem) in rows)
 
 
-def run(first: int, *, seconds: float = float("inf"), schedules: float = float("inf"), workers: int = 0) -> Result:
-    """Seeds from `first` on, for a time or a number of schedules, whichever ends first, or to the first failure."""
+def every(seconds: float, tell: Callable[[Result], None]) -> Callable[[Result], None]:
+    """`tell`, but at most so often."""
+    due = time.monotonic() + seconds
+
+    def told(result: Result) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + seconds
+            tell(result)
+
+    return told
+
+
+def run(
+    first: int,
+    *,
+    seconds: float = float("inf"),
+    schedules: float = float("inf"),
+    workers: int = 0,
+    told: Callable[[Result], None] = lambda _: None,
+) -> Result:
+    """Seeds from `first` on, for a time or a number of schedules, whichever ends first, or to the first failure.
+    `told`: of what there is, after every piece."""
     began, total = time.monotonic(), Result()
     processes = workers or os.cpu_count() or 1
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start)
@@ -133,6 +155,8 @@ def run(first: int, *, seconds: float = float("inf"), schedules: float = float("
             open_pieces -= done
             for piece in done:
                 total.merge(piece.result())
+            total.seconds = time.monotonic() - began
+            told(total)
             if not time_left:
                 for piece in open_pieces:
                     piece.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtransfer.bounce_ports import ChunkReady
 from kvtransfer.session.bounce_receive import BounceReceive
 from kvtransfer.session.bounce_transmit import BounceTransmit
 
@@ -52,5 +53,16 @@ def grant_comes_back_with_the_failure(patch: pytest.MonkeyPatch) -> None:
 
 @planted
 def waiting_chunks_are_forgotten_with_the_stream(patch: pytest.MonkeyPatch) -> None:
-    """A writer waits for room that was granted on a stream that has broken."""
-    patch.setattr(BounceTransmit, "stream_closed", lambda self, peer: self._asked.pop(peer, None))
+    """A writer waits for room that it has asked for, or was granted, on a stream that has broken."""
+    reconciles, says = BounceTransmit.reconcile, BounceTransmit.rank_said
+
+    def reconcile(self, peer, receives):
+        self._asked.pop(peer, None)
+        reconciles(self, peer, receives)
+
+    def rank_said(self, rank, word, *, ready):
+        if ready or not isinstance(word.body, ChunkReady):
+            says(self, rank, word, ready=ready)
+
+    patch.setattr(BounceTransmit, "reconcile", reconcile)
+    patch.setattr(BounceTransmit, "rank_said", rank_said)

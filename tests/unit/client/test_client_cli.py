@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from isthmus.v1 import common_pb2, coordinator_service_pb2
 from rich.console import Console
 from typer.testing import CliRunner
@@ -16,6 +20,7 @@ from typer.testing import CliRunner
 from isthmus_client import cli, supervisor
 from isthmus_client.models import fetch_model
 from isthmus_client.show import cluster_json, render_cluster
+from isthmus_core.api_keys import ApiKey, KeyRing, hash_key, read_keys
 from isthmus_core.errors import ConfigError, StartError
 from isthmus_core.process import free_port
 
@@ -126,3 +131,66 @@ async def test_a_model_that_is_not_available_keeps_its_kind_of_failure(
     monkeypatch.setattr(sys, "executable", str(stand_in))
     with pytest.raises(kind, match="--model org/name"):
         await fetch_model("org/name")
+
+
+def test_keys_are_made_listed_and_removed(tmp_path: Path):
+    file = tmp_path / "keys.yaml"
+    made = _run("keys", "new", str(file), "alice", "--requests-per-s", "5")
+    key = made.output.strip()
+    assert made.exit_code == 0
+    assert key.startswith("isk-")
+    assert key not in file.read_text()
+    assert KeyRing(read_keys(file)).find(key) == ApiKey(name="alice", sha256=hash_key(key), requests_per_s=5)
+    own = CliRunner().invoke(cli.app, ["keys", "hash", str(file), "bob"], input="a-key-of-our-own-that-is-long\n")
+    assert own.exit_code == 0
+    assert KeyRing(read_keys(file)).find("a-key-of-our-own-that-is-long")
+    assert [one["name"] for one in json.loads(_run("keys", "list", str(file), "--json").output)] == ["alice", "bob"]
+    assert _run("keys", "remove", str(file), "alice").exit_code == 0
+    assert "alice" not in file.read_text()
+
+
+def test_keys_that_can_not_be_are_refused(tmp_path: Path):
+    file = str(tmp_path / "keys.yaml")
+    assert _run("keys", "new", file, "alice").exit_code == 0
+    for arguments, words in (
+        (("new", file, "alice"), "alice has a key"),
+        (("new", file, "no spaces"), "no spaces"),
+        (("new", file, "bob", "--tokens-per-min", "-1"), "tokens_per_min"),
+        (("remove", file, "bob"), "no key of bob"),
+        (("remove", file, "alice"), "the last key"),
+        (("list", str(tmp_path / "absent")), "No such file"),
+    ):
+        result = _run("keys", *arguments)
+        assert result.exit_code in (1, 2), arguments
+        assert words in result.output, arguments
+    short = CliRunner().invoke(cli.app, ["keys", "hash", file, "bob"], input="secret\n")
+    assert short.exit_code == 2
+    assert "at least 24" in short.output
+
+
+def _commands(group: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*prefix, name))
+        else:
+            yield (*prefix, name), command
+
+
+_EVERY = list(_commands(typer.main.get_command(cli.app)))
+
+
+@pytest.mark.parametrize(("words", "command"), _EVERY, ids=[" ".join(words) for words, _ in _EVERY])
+def test_every_command_speaks_to_programs_and_explains_itself(words: tuple[str, ...], command: Any):
+    assert "--json" in {option for parameter in command.params for option in parameter.opts}
+    shown = _run(*words, "--help")
+    assert shown.exit_code == 0
+    assert command.help.split()[0] in shown.output
+
+
+def test_what_was_done_as_json(tmp_path: Path):
+    assert json.loads(_run("version", "--json").output)["version"]
+    assert json.loads(_run("down", "--json").output) == {"stopped": []}
+    assert json.loads(_run("config", "validate", "--json").output) == {"valid": True}
+    made = json.loads(_run("certs", str(tmp_path), "--json").output)
+    assert made["ca"] == str(tmp_path / "ca.crt")
+    assert all(Path(one).is_file() for one in made["certificates"])

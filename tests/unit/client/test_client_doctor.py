@@ -10,10 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from isthmus_client import cli
+from isthmus_client.certificates import Authority
 from isthmus_client.doctor import Level, check_all
+from isthmus_client.doctor.credentials import credential_problems
 from isthmus_client.doctor.facts import Facts, Gpu
 from isthmus_client.doctor.machine import parse_gpus, parse_peers
 from isthmus_core.config import parse_config
+from isthmus_core.roles import Role
 
 GIB = 1 << 30
 GOOD = Facts(
@@ -68,6 +71,8 @@ def test_nothing_is_wrong_with_a_good_machine():
         ({"environ": {"UCX_RNDV_SCHEME": "put_zcopy"}}, Level.NOTE, "put_zcopy"),
         ({"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, Level.BROKEN, "expandable_segments"),
         ({"gpus": (replace(GOOD.gpus[0], peers=()), GOOD.gpus[1])}, Level.NOTE, "GPU 0 can not reach"),
+        ({"credential_problems": (("tls.cert = c: expired", True),)}, Level.BROKEN, "expired"),
+        ({"credential_problems": (("tls.cert = c: expires", False),)}, Level.NOTE, "expires"),
         ({"vllm_problems": ("vllm 0.1 is too old",)}, Level.BROKEN, "too old"),
     ],
 )
@@ -95,6 +100,33 @@ def test_two_sides_that_can_not_be_a_pair():
         assert words in texts
     good = CONFIG.model_copy(update={"worker": CONFIG.worker.model_copy(update={"role": "generation"})})
     assert {one.level for one in check_all(CONFIG, GOOD, good)} == {Level.OK}
+
+
+def test_keys_and_certificates_that_are_no_good_are_found(tmp_path: Path):
+    authority = Authority.open(tmp_path, 365)
+    authority.issue("good", [Role.WORKER], ["localhost"], 365)
+    authority.issue("expired", [Role.WORKER], ["localhost"], -1)
+    authority.issue("soon", [Role.WORKER], ["localhost"], 2)
+    (tmp_path / "empty.crt").write_text("")
+
+    def problems(name: str, keys: str | None = None) -> list[tuple[str, bool]]:
+        tls = {"ca": tmp_path / "ca.crt", "cert": tmp_path / f"{name}.crt", "key": tmp_path / "good.key"}
+        router = {} if keys is None else {"clients": {"keys_file": tmp_path / keys}}
+        return list(credential_problems(parse_config({"tls": tls, "router": router})))
+
+    assert problems("good") == []
+    for name, words, broken in (
+        ("expired", "expired on", True),
+        ("soon", "expires on", False),
+        ("absent", "No such file", True),
+        ("empty", "no certificate in it", True),
+    ):
+        ((text, is_broken),) = problems(name)
+        assert words in text
+        assert is_broken is broken
+    ((text, is_broken),) = problems("good", "keys.yaml")
+    assert "keys.yaml: No such file" in text
+    assert is_broken
 
 
 def test_what_nvidia_smi_says_is_understood():

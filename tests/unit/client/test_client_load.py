@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from isthmus_client import cli
 from isthmus_client.load.measure import Measured
-from isthmus_client.load.report import cumulative_svg, html_report, render_summary
+from isthmus_client.load.page import cumulative_svg, html_report
+from isthmus_client.load.report import render_summary
+from isthmus_client.load.saved import Run
 from isthmus_client.load.summary import Targets, percentile, summarise
 from isthmus_client.load.workload import parse_length, plan_workload
 from isthmus_core.errors import ConfigError
@@ -92,13 +94,33 @@ def test_two_runs_side_by_side():
     assert "-50.0%" in line
 
 
+def _run(first: float, **options: object) -> Run:
+    measured = [_measured(0, first, 1.1), _measured(0, 2 * first, 1.5)]
+    return Run(options, summarise(measured, Targets()), measured)
+
+
 def test_the_page_is_whole_and_escapes():
-    run = [_measured(0, 0.1, 1.1)]
-    page = html_report("<b>", {"isl": "a<b"}, summarise(run, Targets()), {"TTFT": [0.1, 0.2]})
+    page = html_report("<b>", _run(0.1, isl="a<b"))
     assert "<b>" not in page.replace("<body", "")
     assert "a&lt;b" in page
-    assert page.count("<svg") == 1
-    assert "nothing" in cumulative_svg([])
+    assert page.count("<svg") == 3, "TTFT, TPOT, whole answer; these requests have no gaps"
+    assert page.count("nothing to show") == 1
+    assert "before" not in page.partition("</style>")[2]
+    assert "http" not in page, "it needs nothing from elsewhere"
+
+
+def test_the_page_of_two_runs_has_both_in_every_table_and_plot(tmp_path: Path):
+    _run(0.4, isl="512").write(tmp_path / "before.json")
+    page = html_report("two", _run(0.2, isl="1024"), Run.read(tmp_path / "before.json"))
+    assert page.count("<polyline") == 6
+    assert "<td>isl<td>1024<td>512" in page
+    assert '<td>TTFT p50<td>200.00 ms<td>400.00 ms<td><span class="good">-50.0%</span>' in page
+
+
+def test_a_plot_of_many_values_stays_small_and_ends_where_they_do():
+    drawing = cumulative_svg([number / 1e4 for number in range(100_000)])
+    assert len(drawing) < 30_000
+    assert drawing.count(",0.0") == 1
 
 
 def test_a_file_that_is_no_saved_run(tmp_path: Path):

@@ -11,12 +11,12 @@ import pytest
 from coord_support import instance
 from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.costs import Kind, Weights
-from isthmus_coordinator.membership import Load, Member, Role
+from isthmus_coordinator.membership import Load, Member, Role, Start
 from isthmus_coordinator.pairs import Estimate, Pair, PairState
 from isthmus_coordinator.placement import Choice, Question
 from isthmus_coordinator.policies import Policy
 from isthmus_core.block_keys import Keying, chain
-from isthmus_core.errors import NoCapacity
+from isthmus_core.errors import InvalidRequest, NoCapacity
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 
@@ -36,8 +36,8 @@ class World:
             self.join(name, keying)
         self.connect(READY)
 
-    def join(self, name: str, keying: Keying = KEYING) -> Member:
-        one = replace(instance(name, length=100_000), keying=keying, total_blocks=10_000)
+    def join(self, name: str, keying: Keying = KEYING, start: int = 1) -> Member:
+        one = replace(instance(name, start, length=100_000), keying=keying, total_blocks=10_000)
         self.members[name] = self.cluster.join(one)[0]
         return self.members[name]
 
@@ -95,9 +95,17 @@ def test_the_computed_part_of_the_load_ends_before_the_request_does():
     assert world.names()[0] == "c0"
 
 
-def test_a_generation_instance_without_room_is_the_last_choice():
+@pytest.mark.parametrize(
+    "full",
+    [
+        Load(used_blocks=9_999, total_blocks=10_000),
+        # Little is used, but what is free is kept for the answers that it decodes.
+        Load(used_blocks=10, total_blocks=10_000, receive_credits=1),
+    ],
+)
+def test_a_generation_instance_without_room_is_the_last_choice(full: Load):
     world = World(Policy.LEAST_LOAD, "c0", "g0", "g1")
-    world.cluster.set_load(world.members["g0"], Load(used_blocks=9_999, total_blocks=10_000))
+    world.cluster.set_load(world.members["g0"], full)
     assert [world.names()[1] for _ in range(5)] == ["g1"] * 5
 
 
@@ -170,6 +178,29 @@ def test_slow_paths_are_avoided_and_what_is_cached_there_need_not_move():
     for _ in range(20):
         world.choose()  # load on g1
     assert world.choose(prompt).generation_cached in (0, 1023)
+
+
+def test_what_a_context_instance_measured_counts_and_unknown_pairs_are_average_ones():
+    world = World(Policy.KV_AWARE, "c0", "g0", "g1", "g2")
+    context, starts = world.members["c0"], {name: one.instance.start for name, one in world.members.items()}
+    world.cluster.estimate(context, starts["g0"], Estimate(0.5, 0.0))
+    world.cluster.estimate(context, starts["g1"], Estimate(0.1, 0.0))
+    world.cluster.estimate(context, Start("g9", b"9" * 16), Estimate(0.0, 0.0))  # not here yet
+    choice = world.choose()
+    assert choice.placement.generation.instance_id == "g1"
+    assert choice.transfer_s == pytest.approx(0.1)
+    only = {one.generation_id: one.pair.estimate for one in world.cluster.pairs()}
+    assert only == {"g0": Estimate(0.5, 0.0), "g1": Estimate(0.1, 0.0), "g2": None}
+    # The generation instance's own word comes first: 0.5 s, 0.9 s, and the mean of the two for g2.
+    assert world.cluster.report(world.members["g1"], starts["c0"], replace(READY, estimate=Estimate(0.9, 0.0)))
+    assert world.choose().placement.generation.instance_id == "g0"
+    # A new start was never measured.
+    world.cluster.leave(world.members["g0"])
+    world.join("g0", start=2)
+    world.connect(READY)
+    assert next(one.pair.estimate for one in world.cluster.pairs() if one.generation_id == "g0") is None
+    with pytest.raises(InvalidRequest, match="only context instances"):
+        world.cluster.estimate(world.members["g1"], starts["c0"], Estimate(0.1, 0.0))
 
 
 def test_the_cheapest_pair_is_found_among_many():

@@ -41,6 +41,8 @@ def test_every_method_is_for_somebody_and_never_for_everybody(method: str):
         (Role.OPERATOR, "/isthmus.v1.CoordinatorService/SetRole", True),
         (Role.OPERATOR, "/isthmus.v1.KvTransferService/GetInstanceInfo", False),
         (Role.COORDINATOR, "/isthmus.v1.WorkerService/Generate", False),
+        (Role.COORDINATOR, "/isthmus.v1.MemberService/Enlist", True),
+        (Role.ROUTER, "/isthmus.v1.MemberService/Enlist", False),
         (Role.OPERATOR, "/isthmus.v1.WorkerService/Unheard", False),
         (Role.OPERATOR, "/some.other.Service/Method", False),
     ],

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from kvtransfer.bounce.arena import Arena
 from kvtransfer.bounce.credits import Credits
+from kvtransfer.bounce.policy import BouncePolicy
 from kvtransfer.errors import ArenaError
+from kvtransfer.pools import MemoryKind, RegisteredRegion
 
 steps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=60)
 
@@ -115,3 +117,11 @@ def test_every_request_is_granted_when_granted_chunks_come_back(users: int, plan
         served |= {one.ticket for one in credits.give()}
     assert served == set(range(asked))
     assert credits.is_idle
+
+
+@pytest.mark.parametrize(("send", "receive", "largest"), [(64, 64, 21), (64, 8, 2), (6, 64, 2), (1024, 1024, 128)])
+def test_chunks_are_as_large_as_both_arenas_allow(send: int, receive: int, largest: int):
+    mib = 1 << 20
+    mine, theirs = (RegisteredRegion(1 << 40, size * mib, MemoryKind.DRAM) for size in (send, receive))
+    limits = BouncePolicy(send=mine).limits(theirs)
+    assert (limits.smallest, limits.largest // mib) == (mib, largest)

@@ -8,8 +8,8 @@ import pytest
 
 from kv_storage import Shape as StorageShape
 from kv_storage import Storage, instance, rank_info
-from kvtransfer.cost.book import DEVICE, HOST, Copying, CostBook
-from kvtransfer.cost.model import Shape, best_bounced, bounced, direct_s
+from kvtransfer.cost.book import DEVICE, HOST, Copying, CostBook, Staged
+from kvtransfer.cost.model import Shape, best_bounced, bounced, direct_s, gather_s
 from kvtransfer.cost.policies import ChunkLimits, StagingPolicy, decide
 from kvtransfer.dry_run import dry_run
 from kvtransfer.pools import MemoryKind, RegisteredRegion
@@ -96,8 +96,7 @@ def test_a_file_that_can_not_be_used_is_measured_anew(tmp_path, text):
 def test_observed_transfers_correct_the_predictions():
     book, shape = CostBook(DEVICE), Shape(4 * MIB, 4096, 4096, 1)
     for _ in range(60):
-        predicted = direct_s(book.cost("p"), shape)
-        book.observed("p", bounced=False, predicted=predicted, took=3 * direct_s(DEVICE, shape))
+        book.wrote("p", shape, 3 * direct_s(DEVICE, shape))
     assert direct_s(book.cost("p"), shape) == pytest.approx(3 * direct_s(DEVICE, shape), rel=0.1)
     assert book.cost("q") == DEVICE
 
@@ -105,8 +104,36 @@ def test_observed_transfers_correct_the_predictions():
 def test_a_failed_probe_changes_nothing():
     book = CostBook(HOST)
     book.probed(PairProbe(0, 0, problem="no scratch"))
-    book.observed("p", bounced=True, predicted=0.0, took=1.0)
     assert book.cost("p") == HOST
+
+
+def test_what_a_write_says_is_shared_between_bytes_and_descriptors():
+    book = CostBook(HOST)
+    for _ in range(60):
+        book.wrote("p", Shape(512 * MIB, 4, 4, 1), 2 * direct_s(HOST, Shape(512 * MIB, 4, 4, 1)))
+    assert book.cost("p").rate == pytest.approx(HOST.rate / 2, rel=0.05)
+    assert book.cost("p").post_s == pytest.approx(HOST.post_s, rel=0.05)
+
+
+def test_stages_of_chunks_correct_what_they_are_about():
+    book, shape = CostBook(HOST), Shape(64 * MIB, 30000, 30000, 1)
+    real = replace(HOST, gather_rate=HOST.gather_rate / 6, fragment_s=HOST.fragment_s * 6, credit_s=3e-3, chunk_s=2e-3)
+    for size in (MIB, 4 * MIB, 16 * MIB) * 20:
+        way = bounced(real, shape, size)
+        seen = Staged(way.writer_s, gather_s(real, shape.nbytes, shape.fragments), 3e-3, size, way.chunks)
+        book.staged("p", shape, seen)
+    found = book.cost("p")
+    assert found.gather_rate == pytest.approx(real.gather_rate, rel=0.05)
+    assert found.scatter_rate == pytest.approx(HOST.scatter_rate / 6, rel=0.05)
+    assert (found.credit_s, found.chunk_s) == (pytest.approx(3e-3), pytest.approx(2e-3, rel=0.1))
+    assert (found.rate, found.post_s) == (HOST.rate, HOST.post_s)
+
+
+def test_the_first_transfer_in_chunks_counts_fully():
+    book, shape = CostBook(HOST), Shape(64 * MIB, 30000, 30000, 1)
+    book.staged("p", shape, Staged(1.0, 8 * gather_s(HOST, shape.nbytes, shape.fragments), 5e-3, MIB, 64))
+    assert book.cost("p").gather_rate == pytest.approx(HOST.gather_rate / 8)
+    assert book.cost("p").credit_s == pytest.approx(5e-3)
 
 
 def test_a_dry_run_says_which_way_a_measured_pair_would_take():

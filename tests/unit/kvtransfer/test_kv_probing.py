@@ -101,3 +101,27 @@ def test_agents_of_others_are_found_by_their_entry_point(monkeypatch):
     monkeypatch.setattr(agents, "entry_points", entry_points)
     assert agents.known_agents() == ("loopback", "memory", "nixl")
     assert isinstance(agents.make_agent("memory", "x"), LoopbackAgent)
+
+
+class _Cuda:
+    """As much of torch.cuda as says how memory was allocated."""
+
+    def memory_snapshot(self) -> list[dict[str, object]]:
+        return [{"address": 4096, "total_size": 4096, "is_expandable": True}, {"address": 16384, "total_size": 4096}]
+
+
+@pytest.mark.parametrize(("address", "shared"), [(4096, False), (8191, False), (8192, True), (16384, True)])
+def test_memory_that_can_not_be_shared_is_named_and_refused_where_a_path_is_required(
+    address: int, shared: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "cuda", _Cuda())
+    regions = (RegisteredRegion(address, 1024, MemoryKind.VRAM, 1),)
+    ProbePolicy().check_memory(regions)
+    assert ("expandable_segments:True" in caplog.text) is not shared
+    required = ProbePolicy(require_path="device memory")
+    if shared:
+        required.check_memory(regions)
+    else:
+        with pytest.raises(AgentUnavailable, match=r"require_path = device memory: .*expandable segments"):
+            required.check_memory(regions)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.config import OnFailure
+from kvtransfer.integrations.vllm.block_lists import rank_groups
 from kvtransfer.integrations.vllm.params import (
     DecodeLeg,
     ParamsInvalid,
@@ -19,7 +20,7 @@ from kvtransfer.integrations.vllm.params import (
     prefill_params,
     read_params,
 )
-from kvtransfer.integrations.vllm.scheduler import ConnectorScheduler, rank_groups
+from kvtransfer.integrations.vllm.scheduler import ConnectorScheduler
 from kvtransfer.ports import (
     CancelTransfer,
     Holder,
@@ -108,7 +109,7 @@ def failed(*, settled: bool = True, may_retry: bool = False) -> ReceiveOutcome:
 
 def test_a_prefill_keeps_its_blocks_until_they_are_fetched():
     world = World(prefills=True)
-    request = Request(prefill_params(KEY))
+    request = Request(prefill_params(PrefillLeg(KEY)))
     world.side.new_request(request)
     assert world.side.matched_tokens(request, 0) == (0, False)
     keeps, params = world.side.finished(request, ([8, 3, 9],))
@@ -127,7 +128,7 @@ def test_a_prefill_keeps_its_blocks_until_they_are_fetched():
 @pytest.mark.parametrize("outcome", ["FINISHED_STOPPED", "FINISHED_ABORTED"])
 def test_a_prefill_that_needs_no_decode_keeps_nothing(outcome):
     world = World(prefills=True)
-    request = Request(prefill_params(KEY), outcome=outcome)
+    request = Request(prefill_params(PrefillLeg(KEY)), outcome=outcome)
     world.side.new_request(request)
     assert world.side.finished(request, ([8, 3, 9],)) == (False, None)
     assert world.said == []
@@ -213,7 +214,7 @@ def test_a_preempted_decode_computes_its_prompt():
 
 def test_a_request_for_the_other_role_is_computed_as_if_it_were_none(caplog):
     world = World()
-    request = Request(prefill_params(KEY))
+    request = Request(prefill_params(PrefillLeg(KEY)))
     world.side.new_request(request)
     assert world.side.matched_tokens(request, 0) == (0, False)
     assert world.side.finished(request, ([1],)) == (False, None)
@@ -234,7 +235,10 @@ def test_a_state_is_not_taken_one_token_back(caplog):
 def test_parameters_come_back_as_they_went():
     leg = DecodeLeg(KEY, Holder("h:1", "x", b"z" * 16, 3), 77, TraceContext(b"t" * 16, b"s" * 8, 1))
     assert read_params(decode_params(leg)) == leg
-    assert read_params(prefill_params(KEY)) == PrefillLeg(KEY)
+    assert read_params(prefill_params(PrefillLeg(KEY))) == PrefillLeg(KEY)
+    assert read_params(prefill_params(PrefillLeg(KEY, 2))) == PrefillLeg(KEY, 2)
+    waiting = DecodeLeg(KEY, HERE, 77, waits=True)
+    assert read_params(decode_params(waiting)) == waiting
     drawn = read_params({"do_remote_decode": True})
     assert isinstance(drawn, PrefillLeg)
     assert drawn.key != draw_key()

@@ -14,6 +14,7 @@ from isthmus_core.errors import InternalError, IsthmusError, RemoteError, Worker
 from isthmus_core.ids import MIN_GLOBAL_ID
 from isthmus_core.keys import RequestKey
 from isthmus_core.tracing import Tracing
+from isthmus_router import taking_over
 from isthmus_router.ports import ConnectionLost, LegKind, Tokens
 from isthmus_router.requests import End, GenerateRequest, Part, TextInput
 from isthmus_router.retry import RetryPolicy
@@ -127,7 +128,8 @@ FAILURES: dict[str, tuple[LegKind, list[object], list[object], bool]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-async def test_an_error_of_one_leg_ends_the_other(name: str) -> None:
+async def test_an_error_of_one_leg_ends_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking_over, "PATIENCE_S", 0.01)
     kind, failing, other, withdrawn = FAILURES[name]
     for step in failing:
         if isinstance(step, Pause):

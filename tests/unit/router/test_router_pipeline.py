@@ -109,6 +109,18 @@ async def test_legs_carry_the_request() -> None:
     assert all(0 < left <= 3600 for left in bench.workers.timeouts)
 
 
+async def test_a_model_may_name_an_adapter() -> None:
+    bench = Bench()
+    await bench.run(ask(model="m:poet"))
+    assert [leg.adapter for _, leg in bench.workers.legs] == ["poet", "poet"]
+    (question,) = bench.coordinator.questions
+    assert (question.model, question.adapter) == ("m", "poet")
+
+
+async def test_an_adapter_of_an_unknown_model_is_an_unknown_model() -> None:
+    assert isinstance(await Bench().fail(ask(model="other:poet")), UnknownModel)
+
+
 async def test_the_first_token_is_sent_before_the_generation_leg_answers() -> None:
     bench = Bench()
     go = asyncio.Event()

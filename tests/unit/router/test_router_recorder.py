@@ -145,3 +145,10 @@ def test_what_is_looked_at_when_metrics_are_collected(site):
     running[0] = 4
     assert value(registry, "isthmus_requests_in_flight") == 4
     assert value(registry, "isthmus_coordinator_connected") == 1
+
+
+def test_requests_for_an_adapter_count_as_its_model(site):
+    registry, recorder = site
+    record = recorder.begin(ask(model="m:poet"), TRACE)
+    record.ended(End(KEY.request_id, 100, 11, 64, report()), None)
+    assert value(registry, "isthmus_requests_total", model="m", outcome="ok") == 1

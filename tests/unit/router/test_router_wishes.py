@@ -13,27 +13,36 @@ from isthmus.v1 import inference_service_pb2 as pb
 from isthmus_core.config import TelemetryConfig
 from isthmus_core.errors import InvalidRequest
 from isthmus_core.tracing import Tracing
+from isthmus_router import routing
 from isthmus_router.affinity import affinity_key, tenant_of
 from isthmus_router.byte_tokenizer import ByteTokenizer
 from isthmus_router.grpc_messages import parse_generate
 from isthmus_router.http.app import Limits, make_app
 from isthmus_router.pipeline import Pipeline
-from isthmus_router.ports import LegKind, Shape
+from isthmus_router.ports import FinishReason, LegKind, Shape, Tokens
 from isthmus_router.requests import TextInput
 from isthmus_router.rules import AdmissionRule, Rules
 from isthmus_router.schedules import LocalPrefillRule, Wish
-from router_fakes import FakeCoordinator, FakeWorkers, Hang
+from router_fakes import FakeCoordinator, FakeWorkers, Hang, finished
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 3}
 
 
 class Site:
-    def __init__(self, rules: Rules | None = None, coalesce_s: float = 0.0) -> None:
+    def __init__(self, rules: Rules | None = None, *, one_by_one: bool = True) -> None:
         self.coordinator, self.workers = FakeCoordinator(), FakeWorkers()
         tracing = Tracing.from_config(TelemetryConfig(), "test")
         tokenizers = {"m": ByteTokenizer()}
-        self.pipeline = Pipeline(self.coordinator, self.workers, tokenizers, tracing, max_text_bytes=1000, rules=rules)
-        app = make_app(self.pipeline, Limits(50_000, 20, 20, coalesce_s=coalesce_s))
+        self.pipeline = Pipeline(
+            self.coordinator,
+            self.workers,
+            tokenizers,
+            tracing,
+            max_text_bytes=1000,
+            rules=rules,
+            one_by_one=one_by_one,
+        )
+        app = make_app(self.pipeline, Limits(50_000, 20, 20))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router")
 
     async def post(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
@@ -105,14 +114,37 @@ async def test_a_full_router_refuses_with_the_time_to_come_back() -> None:
     assert (await site.post()).status_code == 200
 
 
-async def test_coalesced_events_have_the_same_text() -> None:
+async def test_tokens_that_came_together_are_events_of_their_own_unless_that_was_wanted() -> None:
     async def texts(site: Site) -> list[str]:
+        together = Tokens((105, 33), reason=FinishReason.STOP)
+        site.workers.scripts[LegKind.GENERATION] = [together, finished(handoff=True)]
         response = await site.post(stream=True)
         lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         assert lines[-1] == "[DONE]"
         return [json.loads(line)["choices"][0]["text"] for line in lines[:-1]]
 
-    single, joined = await texts(Site()), await texts(Site(coalesce_s=0.2))
-    assert single == ["H", "i", "!"]
-    assert "".join(joined) == "Hi!"
-    assert len(joined) < 3
+    assert await texts(Site()) == ["H", "i", "!"]
+    assert await texts(Site(one_by_one=False)) == ["H", "i!"]
+
+
+async def test_a_model_that_has_a_place_before_it_is_named_is_waited_for() -> None:
+    """A coordinator that was started again places requests a moment before it says what is served."""
+    site = Site()
+    models, site.coordinator.models = site.coordinator.models, []
+    asking = asyncio.create_task(site.post())
+    await site.coordinator.selecting.wait()
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    site.coordinator.models = models
+    assert (await asking).status_code == 200
+    assert site.coordinator.open == set()
+
+
+async def test_a_model_that_is_never_named_is_not_waited_for_to_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_NEWS_S", 0.05)
+    site = Site()
+    site.coordinator.models = []
+    response = await site.post()
+    assert response.status_code == 503
+    assert "only just being served" in response.json()["error"]["message"]
+    assert site.coordinator.open == set()

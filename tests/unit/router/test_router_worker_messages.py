@@ -9,7 +9,7 @@ from isthmus_core.errors import InternalError
 from isthmus_core.keys import RequestKey
 from isthmus_router import ports
 from isthmus_router.ports import FinishReason, Leg, LegKind, Sampling
-from isthmus_router.worker_messages import to_event
+from isthmus_router.worker_messages import to_event, to_request
 from router_fakes import CONTEXT
 
 TWO = TokenIds(le_uint32=b"\1\0\0\0\2\0\0\0")
@@ -55,3 +55,8 @@ def test_only_a_context_leg_is_ready() -> None:
         to_event(ready, leg(LegKind.GENERATION), CONTEXT)
     with pytest.raises(InternalError, match="an unknown event"):
         to_event(pb.WorkerServiceGenerateResponse(), leg(), CONTEXT)
+
+
+def test_an_adapter_is_named_to_the_worker() -> None:
+    asked = Leg(RequestKey(1 << 41), LegKind.BOTH, b"", Sampling(9), adapter="poet")
+    assert to_request(asked).adapter == "poet"

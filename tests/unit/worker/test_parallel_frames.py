@@ -12,6 +12,7 @@ from isthmus.v1 import rank_ipc_pb2
 from isthmus_core.errors import InternalError
 from isthmus_core.framing import FrameError, FrameSocket
 from isthmus_worker.engine import Sampling
+from isthmus_worker.parallel.follower import Follower
 from isthmus_worker.parallel.frames import (
     Begin,
     Copy,
@@ -106,3 +107,27 @@ def test_an_answer_out_of_turn_is_a_bug():
     with pytest.raises(InternalError, match="rank 1 answered a command with Loaded"):
         links.confirm()
     other.close()
+
+
+class Executed:
+    """The runner of a rank, as far as a step needs it."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[BatchRow]] = []
+
+    def execute(self, rows: list[BatchRow]) -> None:
+        self.rows.append(rows)
+
+
+def test_a_rank_that_misses_a_step_stops_instead_of_computing_the_next_one():
+    """The list of steps is what the ranks agree on: none may be left out."""
+    ours, theirs = socket.socketpair()
+    leader, runner = FrameSocket(ours), Executed()
+    for number in (1, 2, 4):
+        leader.send(command_to_bytes(Step(number, [BatchRow(np.array([5]), 0, (ids(3),), (draw(),))])))
+    ours.shutdown(socket.SHUT_WR)
+    follower = Follower(runner, FrameSocket(theirs), 1.0, lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(InternalError, match="step 4 follows step 2"):
+        follower.run()
+    assert len(runner.rows) == 2
+    leader.close()

@@ -38,9 +38,10 @@ class World:
 
     send = emit
 
-    def submit(self, length: int = 20, max_tokens: int = 3) -> EngineRequest:
+    def submit(self, length: int = 20, max_tokens: int = 3, salt: bytes = b"") -> EngineRequest:
+        prompt = tuple(range(32, 32 + length))
         request = EngineRequest(
-            new_key(), RequestType.CONTEXT_AND_GENERATION, tuple(range(32, 32 + length)), Sampling(max_tokens)
+            new_key(), RequestType.CONTEXT_AND_GENERATION, prompt, Sampling(max_tokens), cache_salt=salt
         )
         self.front.submit(request, 0.0)
         return request
@@ -76,6 +77,21 @@ def test_requests_are_dealt_out_evenly_and_each_group_keeps_its_own_cache():
     assert sorted(tokens.values()) == [[65] * 3, [65] * 3, [66] * 3, [66] * 3]
     assert {one.key for one in world.of(RequestReleased)} == set(tokens)
     world.front.check_idle()
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_group_has_much_more_to_do():
+    world = World()
+    fillers = [world.submit(5, 30), world.submit(40, 3)]  # the second one is in group 1
+    groups = {row.dp_rank: len(row.token_ids) for row in world.step().rows}
+    assert groups == {0: 5, 1: 40}
+    while not any(one.key == fillers[1].key for one in world.of(RequestReleased)):
+        world.step()
+    world.front.abort(fillers[0].key)
+    assert not world.front.live
+    # Both groups are idle, and the lowest one would be taken; the prompt is cached in the other one.
+    at = [world.front._group_of[world.submit(40).key] for _ in range(4)]
+    assert at == [1, 1, 0, 1]
+    assert world.front._group_of[world.submit(40, salt=b"other").key] == 0
 
 
 def test_a_group_without_work_joins_with_no_rows():

@@ -9,6 +9,7 @@ import pytest
 
 from isthmus_core.config import parse_config
 from isthmus_core.errors import InternalError
+from isthmus_worker.cache.base import Need
 from isthmus_worker.engine import ContextPhase, EngineLoad, EngineRequest, RequestType, Sampling, Tokens
 from isthmus_worker.engine_process.build import build_front
 from isthmus_worker.engine_process.frames import EngineMessage
@@ -187,6 +188,21 @@ def test_a_leak_is_found_as_soon_as_the_engine_is_idle():
 
     script.fails = leak
     with pytest.raises(InternalError, match="block ledger is broken"):
+        script.run()
+
+
+def test_blocks_that_belong_to_nobody_are_found_as_soon_as_the_engine_is_idle():
+    script = Script()
+    script.at(0.0, request([65], 5))
+    script.at(1.0, Stop())
+
+    def take() -> None:
+        cache = script.scheduler._schedulers[0]._memory.cache
+        if not cache.holds("somebody who is gone"):
+            cache.allocate("somebody who is gone", Need(1, 1, 1))
+
+    script.fails = take
+    with pytest.raises(InternalError, match="0 answers wait, 0 run and 1 blocks are held"):
         script.run()
 
 

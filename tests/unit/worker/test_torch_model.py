@@ -210,7 +210,6 @@ def test_kernels_that_can_not_compute_the_model_are_refused(tmp_path: Path, capl
     [
         ("Llama", {"head_dim": 64}, torch.float32, "float16 and bfloat16, model.dtype is float32"),
         ("Llama", {"head_dim": 32}, torch.bfloat16, "heads of 64, 128, 256, those of the model are 32"),
-        ("Mistral", {"head_dim": 64, "sliding_window": 64}, torch.bfloat16, "layers with a sliding window"),
         ("Llama", {"head_dim": 64}, torch.float16, "flashinfer-python is not installed"),
     ],
 )
@@ -223,3 +222,11 @@ def test_the_reason_against_flashinfer_is_told(
     assert reason in choose_attention("auto", made, dtype, torch.device("cuda")).reason
     with pytest.raises(ModelUnusable, match=re.escape(reason)):
         choose_attention("flashinfer", made, dtype, torch.device("cuda"))
+
+
+def test_flashinfer_for_windows_has_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus_worker.torch_engine.attention.why_not_flashinfer", lambda *_: None)
+    made = read_config(tiny_model(tmp_path / "model", "Mistral", head_dim=64, sliding_window=64))
+    chosen = [choose_attention(asked, made, torch.bfloat16, torch.device("cuda")) for asked in ("auto", "flashinfer")]
+    assert [one.name for one in chosen] == ["sdpa", "flashinfer"]
+    assert "layers with a sliding window" in chosen[0].reason

@@ -11,20 +11,21 @@ import pytest
 from isthmus_core import token_ids
 from isthmus_core.block_keys import chain
 from isthmus_core.config import parse_config
-from isthmus_core.errors import ConfigError, InvalidRequest, RequestCancelled, TransferFailed
+from isthmus_core.errors import ConfigError, RequestCancelled, TransferFailed
 from isthmus_core.keys import RequestKey
 from isthmus_worker.engine import ContextPhase, EngineRequest, FinishReason, RequestType, Sampling, Tokens
 from isthmus_worker.scheduler.events import ContextDone, RequestFinished, RequestTokens
 from isthmus_worker.vllm_engine.arguments import engine_arguments
 from isthmus_worker.vllm_engine.block_keys import BlockKeys, salt_text
+from isthmus_worker.vllm_engine.model import ModelIdentity
 from isthmus_worker.vllm_engine.outputs import LegOutput
-from isthmus_worker.vllm_engine.sampling import position_seed, sampling_arguments
+from isthmus_worker.vllm_engine.sampling import position_seed, prompts, sampling_arguments
 from kvtransfer.integrations.vllm.refusals import EngineUnsupported, check_configuration, version_problem
 from kvtransfer.ports import Holder
 
 KEY = RequestKey(1 << 50)
 HOLDER = Holder("h:1", "context-0", b"i" * 16)
-DIGESTS: dict[str, Any] = {"weights_digest": b"w", "attention_digest": b"a", "events_endpoint": "ipc:///x"}
+IDENTITY = ModelIdentity(b"w", b"a")
 
 
 def config(**engine: Any) -> Any:
@@ -40,7 +41,7 @@ def config(**engine: Any) -> Any:
 
 def test_arguments_are_passed_on_untouched():
     given = {"gpu_memory_utilization": 0.5, "compilation_config": {"level": 0}, "enable_lora": True}
-    made = engine_arguments(config(vllm=given, max_model_len=512), **DIGESTS)
+    made = engine_arguments(config(vllm=given, max_model_len=512), IDENTITY, "ipc:///x")
     assert given.items() <= made.items()
     assert (made["model"], made["served_model_name"], made["max_model_len"]) == ("/models/m", "m", 512)
     transfer = made["kv_transfer_config"]
@@ -51,13 +52,13 @@ def test_arguments_are_passed_on_untouched():
 
 def test_an_instance_that_does_both_has_no_connector():
     both = config().model_copy(update={"worker": parse_config({}).worker})
-    assert "kv_transfer_config" not in engine_arguments(both, **DIGESTS)
-    assert "kv_events_config" not in engine_arguments(config(prefix_caching=False), **DIGESTS)
+    assert "kv_transfer_config" not in engine_arguments(both, IDENTITY, "ipc:///x")
+    assert "kv_events_config" not in engine_arguments(config(prefix_caching=False), IDENTITY, "ipc:///x")
 
 
 def test_what_the_worker_decides_is_not_set_twice():
     with pytest.raises(ConfigError, match=r"engine\.vllm\.dtype = 'half': set model\.dtype"):
-        engine_arguments(config(vllm={"dtype": "half"}), **DIGESTS)
+        engine_arguments(config(vllm={"dtype": "half"}), IDENTITY, "ipc:///x")
 
 
 def request(kind: RequestType, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> EngineRequest:
@@ -73,7 +74,7 @@ def test_a_leg_computes_its_part():
     generation = sampling_arguments(request(RequestType.GENERATION_ONLY, min_tokens=5))
     assert (generation["max_tokens"], generation["min_tokens"]) == (7, 4)
     whole = sampling_arguments(request(RequestType.CONTEXT_AND_GENERATION, n=3, stop_token_ids=(2,), logprobs=0))
-    assert (whole["max_tokens"], whole["n"], whole["stop_token_ids"], whole["logprobs"]) == (8, 3, [2], 0)
+    assert (whole["max_tokens"], whole["stop_token_ids"], whole["logprobs"]) == (8, [2], 0)
 
 
 def test_legs_of_a_request_draw_other_numbers():
@@ -86,13 +87,29 @@ def test_legs_of_a_request_draw_other_numbers():
     assert sampling_arguments(request(RequestType.CONTEXT_ONLY, seed=5))["seed"] is None
 
 
-def test_several_answers_are_not_handed_off():
-    with pytest.raises(InvalidRequest, match=r"sampling\.n = 2"):
-        sampling_arguments(request(RequestType.CONTEXT_ONLY, n=2))
+def test_every_answer_is_a_request_of_vllm():
+    both = request(RequestType.CONTEXT_ONLY, n=2, temperature=1.0)
+    assert prompts(both) == {0: [1, 2, 3], 1: [1, 2, 3]}
+    assert sampling_arguments(both, 0)["seed"] != sampling_arguments(both, 1)["seed"]
 
 
-def answer(ids: tuple[int, ...], reason: str | None = None, index: int = 0, logprobs: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(index=index, token_ids=list(ids), finish_reason=reason, logprobs=logprobs)
+def test_answers_that_go_on_apart_are_requests_of_their_own():
+    first = (Tokens((9,), 0), Tokens((2,), 1, reason=FinishReason.STOP), Tokens((8,), 2))
+    phase = ContextPhase(KEY, first, 3, HOLDER)
+    leg = replace(request(RequestType.GENERATION_ONLY, n=3, temperature=1.0, seed=4), context_phase=phase)
+    assert prompts(leg) == {0: [1, 2, 3, 9], 2: [1, 2, 3, 8]}
+    each = [sampling_arguments(leg, one) for one in (0, 2)]
+    assert each[0]["seed"] != each[1]["seed"]
+    out = LegOutput(leg)
+    assert out.events(output(answer((5,))), 2) == [RequestTokens(KEY, Tokens((5,), 2))]
+    (told,) = out.events(output(answer((6,), "length")), 0)
+    assert told == RequestTokens(KEY, Tokens((6,), 0, reason=FinishReason.LENGTH))
+    *_, end = out.events(output(answer((6,), "length")), 2)
+    assert isinstance(end, RequestFinished)
+
+
+def answer(ids: tuple[int, ...], reason: str | None = None, logprobs: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(token_ids=list(ids), finish_reason=reason, logprobs=logprobs)
 
 
 def output(*answers: SimpleNamespace, params: Any = None, cached: int = 0) -> SimpleNamespace:
@@ -115,25 +132,60 @@ def test_a_first_token_that_ends_the_answer_is_no_hand_off():
 
 
 def test_blocks_that_could_not_be_offered_fail_the_leg():
-    (end,) = LegOutput(request(RequestType.CONTEXT_ONLY)).events(output(answer((7,), "length")))
+    with pytest.raises(TransferFailed):
+        LegOutput(request(RequestType.CONTEXT_ONLY)).events(output(answer((7,), "length")))
+
+
+def test_answers_that_wait_for_their_first_tokens():
+    """One of them is over when these come."""
+    leg = replace(request(RequestType.GENERATION_ONLY, n=2, min_tokens=3), context_phase=None, context=HOLDER)
+    assert prompts(leg) == {0: [1, 2, 3], 1: [1, 2, 3]}
+    each = sampling_arguments(leg, 1)
+    assert (each["max_tokens"], each["min_tokens"]) == (7, 2)
+    out = LegOutput(leg)
+    assert out.drop(0) == []
+    assert out.is_dropped(0)
+    assert out.events(output(answer((9,))), 0) == []
+    *_, end = out.events(output(answer((6,), "length")), 1)
     assert isinstance(end, RequestFinished)
-    assert isinstance(end.error, TransferFailed)
+
+
+def test_one_of_several_answers_offers_the_cache():
+    leg = LegOutput(request(RequestType.CONTEXT_ONLY, n=3))
+    assert leg.events(output(answer((7,), "length"), params={"x": 1}), 1) == []
+    assert leg.events(output(answer((2,), "stop")), 0) == []
+    assert not leg.handed_off
+    (done,) = leg.events(output(answer((8,), "length")), 2)
+    assert isinstance(done, ContextDone)
+    assert done.first_tokens == (Tokens((2,), 0, reason=FinishReason.STOP), Tokens((7,), 1), Tokens((8,), 2))
+    assert leg.handed_off
 
 
 def test_every_answer_ends_once():
     leg = LegOutput(request(RequestType.CONTEXT_AND_GENERATION, n=2))
-    assert leg.events(output(answer((4,)), answer((), None, 1))) == [RequestTokens(KEY, Tokens((4,)))]
+    assert leg.events(output(answer((4,)))) == [RequestTokens(KEY, Tokens((4,)))]
+    assert leg.events(output(answer((), None)), 1) == []
     assert leg.events(output(answer((5,), "stop"))) == [RequestTokens(KEY, Tokens((5,), reason=FinishReason.STOP))]
-    *_, end = leg.events(output(answer((6,), "length", 1)))
+    *_, end = leg.events(output(answer((6,), "length")), 1)
     assert isinstance(end, RequestFinished)
     assert end.report.decode_tokens == 3
 
 
 @pytest.mark.parametrize(("reason", "error"), [("abort", RequestCancelled), ("error", TransferFailed)])
 def test_legs_that_vllm_ended(reason, error):
-    (end,) = LegOutput(request(RequestType.GENERATION_ONLY)).events(output(answer((), reason)))
-    assert isinstance(end, RequestFinished)
-    assert isinstance(end.error, error)
+    with pytest.raises(error):
+        LegOutput(request(RequestType.GENERATION_ONLY)).events(output(answer((), reason)))
+
+
+def test_a_cache_that_does_not_come():
+    """The prompt is computed, or the leg fails; without a first token nobody can go on."""
+    leg = request(RequestType.GENERATION_ONLY)
+    waits = replace(leg, context_phase=None, context=HOLDER)
+    for about, recompute, alone in ((leg, True, True), (leg, False, False), (waits, True, False)):
+        out = LegOutput(about)
+        out.lose("gone", recompute=recompute)
+        assert (out.alone, isinstance(out.lost, TransferFailed)) == (alone, not alone)
+        assert not out.has_spoken
 
 
 def test_log_probabilities_are_in_order():
@@ -142,7 +194,7 @@ def test_log_probabilities_are_in_order():
 
     position = {8: about(-0.5, 2), 3: about(-0.1, 1), 9: about(-3.0, 7)}
     leg = LegOutput(request(RequestType.CONTEXT_AND_GENERATION, logprobs=2))
-    (told,) = leg.events(output(answer((9,), None, 0, [position])))
+    (told,) = leg.events(output(answer((9,), None, [position])))
     assert isinstance(told, RequestTokens)
     (one,) = told.chunk.logprobs
     assert (one.logprob, one.top) == (-3.0, ((3, -0.1), (8, -0.5)))

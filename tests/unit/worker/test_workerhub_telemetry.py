@@ -184,6 +184,32 @@ def test_hand_offs_that_fail_are_counted_once_and_told_to_the_leg(site: Site):
     assert kinds == [(MarkKind.RECEIVE, "timed_out"), (MarkKind.RECEIVE, "delivered")]
 
 
+def test_consensus_is_from_the_end_of_the_hand_off_to_the_step_that_acts_on_it(site: Site):
+    key = request().key
+    leg = site.legs.begin(request(kind=RequestType.GENERATION_ONLY))
+    failed = ReceiveOutcome(key, settled=True, failure=TransferFailure.TIMED_OUT)
+    site.transfers.to_scheduler(failed)
+    site.transfers.to_scheduler(ReceiveOutcome(key, settled=True, stats=HandoffStats(STATS, 0.01)))
+    now = time.monotonic()
+    marks = (Mark(MarkKind.QUEUE, now - 1, 0.5), Mark(MarkKind.DECODE, now + 0.25, 0.5))
+    leg.succeed(LegReport(marks=marks), [FinishReason.STOP])
+    spans = site.spans()
+    (agreed,), (decode,) = spans["consensus"], spans["decode"]
+    assert agreed.end_time == decode.start_time
+    assert abs(agreed.end_time - agreed.start_time - 250_000_000) < 50_000_000
+    kinds = [entry.kind for entry in site.timelines.of(BASE)[0].entries]
+    assert kinds == [MarkKind.RECEIVE, MarkKind.RECEIVE, MarkKind.QUEUE, MarkKind.CONSENSUS, MarkKind.DECODE]
+
+
+def test_no_consensus_when_nobody_acts_or_nothing_was_handed_off(site: Site):
+    key = request().key
+    leg = site.legs.begin(request(kind=RequestType.GENERATION_ONLY))
+    site.transfers.to_scheduler(ReceiveOutcome(key, settled=True, failure=TransferFailure.TIMED_OUT))
+    leg.fail("unavailable", "given up")
+    site.legs.begin(request(1)).succeed(chunked(time.monotonic()), [FinishReason.STOP])
+    assert "consensus" not in site.spans()
+
+
 def test_recomputed_is_not_a_retry(site: Site):
     leg = site.legs.begin(request(kind=RequestType.GENERATION_ONLY))
     leg.succeed(LegReport(handoff_failures=("a", "b"), recomputed=True), [FinishReason.STOP])
