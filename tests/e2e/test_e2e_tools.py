@@ -124,7 +124,7 @@ async def test_load_is_sent_and_two_runs_are_compared(secured: Secured, tmp_path
     figures = await secured.ask("client", "bench", *common, "--save", str(saved), "--report", str(page))
     assert (figures["requests"], figures["failed"], figures["attainment"]) == (12, 0, 1.0)
     assert all(one["output_tokens"] == 6 for one in json.loads(saved.read_text())["requests"])
-    assert page.read_text().count("<svg") == 2
+    assert page.read_text().count("<svg") == 4
     code, table = await secured.run("client", "bench", *common, "--compare", str(saved))
     assert code == 0, table
     assert "change" in table

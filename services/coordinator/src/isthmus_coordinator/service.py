@@ -42,7 +42,7 @@ def build(config: CoordinatorConfig, tracing: Tracing, metrics: Metrics = NO_MET
     grace_s = config.lease_ttl_s if config.id_grace_s is None else config.id_grace_s
     leases = LeaseTable(config.lease_ttl_s, grace_s=grace_s, started=time.monotonic(), first=random.randrange(ALL_BITS))
     # Without a grace there was no earlier coordinator, so there is nobody to wait for.
-    limits = Limits(settle_s=min(grace_s, _SETTLE_S))
+    limits = Limits(settle_s=_SETTLE_S if grace_s > 0 else 0.0)
     placement = config.placement
     weights = Weights(
         load=placement.load_weight,
