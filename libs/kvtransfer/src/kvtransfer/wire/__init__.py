@@ -5,6 +5,7 @@ Unknown enum values and unknown oneof bodies are refused, counts and sizes are l
 view over the bytes.
 """
 
+from kvtransfer.wire.arms import command_arm, command_from_arm, event_arm, event_from_arm
 from kvtransfer.wire.binding import (
     bind_context_from_pb,
     bind_context_to_pb,
@@ -78,10 +79,14 @@ __all__ = [
     "bind_news_to_pb",
     "cancel_transfer_from_pb",
     "cancel_transfer_to_pb",
+    "command_arm",
+    "command_from_arm",
     "envelope_from_pb",
     "envelope_from_request_bytes",
     "envelope_to_request",
     "envelope_to_response",
+    "event_arm",
+    "event_from_arm",
     "fence_answer_from_pb",
     "fence_answer_to_pb",
     "fence_request_from_pb",

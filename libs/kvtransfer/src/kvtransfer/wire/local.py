@@ -8,49 +8,13 @@ from isthmus.v1 import common_pb2, transfer_local_pb2
 
 from kvtransfer.errors import WireError
 from kvtransfer.local.messages import LOCAL_VERSION, LocalHello, LocalScheduler, LocalWelcome
-from kvtransfer.ports import (
-    BindContext,
-    BindFailed,
-    Bound,
-    CancelTransfer,
-    FirstTokensArrived,
-    Holder,
-    HubToScheduler,
-    ReceiveIntent,
-    ReceiveOutcome,
-    ReceiveRequest,
-    SchedulerToHub,
-    SendFirstTokens,
-    SendOffer,
-    SendOutcome,
-)
+from kvtransfer.ports import Holder, HubToScheduler, SchedulerToHub
 from kvtransfer.rank_info import InstanceRole
 from kvtransfer.wire._read import MAX_REASON_SENT, enum, incarnation, limited, parse, present, text
-from kvtransfer.wire.binding import (
-    bind_context_from_pb,
-    bind_context_to_pb,
-    bind_news_from_pb,
-    bind_news_to_pb,
-    receive_intent_from_pb,
-    receive_intent_to_pb,
-    send_first_tokens_from_pb,
-    send_first_tokens_to_pb,
-)
+from kvtransfer.wire.arms import command_arm, command_from_arm, event_arm, event_from_arm
 from kvtransfer.wire.geometry import MAX_RANKS, model_from_pb, model_to_pb
 from kvtransfer.wire.page_tables import MAX_NAME
 from kvtransfer.wire.rank import MAX_BATCH
-from kvtransfer.wire.scheduler import (
-    cancel_transfer_from_pb,
-    cancel_transfer_to_pb,
-    receive_outcome_from_pb,
-    receive_outcome_to_pb,
-    receive_request_from_pb,
-    receive_request_to_pb,
-    send_offer_from_pb,
-    send_offer_to_pb,
-    send_outcome_from_pb,
-    send_outcome_to_pb,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,24 +111,10 @@ def local_welcome_from_bytes(data: bytes) -> LocalWelcome | str:
 
 def local_output_to_bytes(events: Iterable[SchedulerToHub]) -> bytes:
     """One LocalSchedulerOutput frame."""
-    return transfer_local_pb2.LocalSchedulerOutput(events=[_event_to_pb(one) for one in events]).SerializeToString()
-
-
-def _event_to_pb(event: SchedulerToHub) -> transfer_local_pb2.LocalSchedulerEvent:
     make = transfer_local_pb2.LocalSchedulerEvent
-    match event:
-        case SendOffer():
-            return make(send_offer=send_offer_to_pb(event))
-        case ReceiveRequest():
-            return make(receive_request=receive_request_to_pb(event))
-        case CancelTransfer():
-            return make(cancel_transfer=cancel_transfer_to_pb(event))
-        case BindContext():
-            return make(bind_context=bind_context_to_pb(event))
-        case SendFirstTokens():
-            return make(send_first_tokens=send_first_tokens_to_pb(event))
-        case ReceiveIntent():
-            return make(receive_intent=receive_intent_to_pb(event))
+    return transfer_local_pb2.LocalSchedulerOutput(
+        events=[make(**event_arm(one)) for one in events]
+    ).SerializeToString()
 
 
 def local_output_from_bytes(data: bytes) -> tuple[SchedulerToHub, ...]:
@@ -175,39 +125,17 @@ def local_output_from_bytes(data: bytes) -> tuple[SchedulerToHub, ...]:
 
 
 def _event_from_pb(pb: transfer_local_pb2.LocalSchedulerEvent) -> SchedulerToHub:
-    match cast("str | None", pb.WhichOneof("body")):
-        case "send_offer":
-            return send_offer_from_pb(pb.send_offer)
-        case "receive_request":
-            return receive_request_from_pb(pb.receive_request)
-        case "cancel_transfer":
-            return cancel_transfer_from_pb(pb.cancel_transfer)
-        case "bind_context":
-            return bind_context_from_pb(pb.bind_context)
-        case "send_first_tokens":
-            return send_first_tokens_from_pb(pb.send_first_tokens)
-        case "receive_intent":
-            return receive_intent_from_pb(pb.receive_intent)
-        case _:
-            raise WireError("local_output.body", "missing, or of a kind this build does not know")
+    event = event_from_arm(cast("str | None", pb.WhichOneof("body")), pb)
+    if event is None:
+        raise WireError("local_output.body", "missing, or of a kind this build does not know")
+    return event
 
 
 def local_input_to_bytes(messages: Iterable[HubToScheduler]) -> bytes:
     """One LocalSchedulerInput frame."""
-    return transfer_local_pb2.LocalSchedulerInput(
-        commands=[_command_to_pb(one) for one in messages]
-    ).SerializeToString()
-
-
-def _command_to_pb(message: HubToScheduler) -> transfer_local_pb2.LocalSchedulerCommand:
     make = transfer_local_pb2.LocalSchedulerCommand
-    match message:
-        case SendOutcome():
-            return make(send_outcome=send_outcome_to_pb(message))
-        case ReceiveOutcome():
-            return make(receive_outcome=receive_outcome_to_pb(message))
-        case Bound() | FirstTokensArrived() | BindFailed():
-            return make(bind_news=bind_news_to_pb(message))
+    said = [make(**command_arm(one)) for one in messages]
+    return transfer_local_pb2.LocalSchedulerInput(commands=said).SerializeToString()
 
 
 def local_input_from_bytes(data: bytes) -> tuple[HubToScheduler, ...]:
@@ -218,12 +146,7 @@ def local_input_from_bytes(data: bytes) -> tuple[HubToScheduler, ...]:
 
 
 def _command_from_pb(pb: transfer_local_pb2.LocalSchedulerCommand) -> HubToScheduler:
-    match cast("str | None", pb.WhichOneof("body")):
-        case "send_outcome":
-            return send_outcome_from_pb(pb.send_outcome)
-        case "receive_outcome":
-            return receive_outcome_from_pb(pb.receive_outcome)
-        case "bind_news":
-            return bind_news_from_pb(pb.bind_news)
-        case _:
-            raise WireError("local_input.body", "missing, or of a kind this build does not know")
+    message = command_from_arm(cast("str | None", pb.WhichOneof("body")), pb)
+    if message is None:
+        raise WireError("local_input.body", "missing, or of a kind this build does not know")
+    return message

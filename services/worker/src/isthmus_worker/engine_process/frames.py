@@ -30,30 +30,8 @@ from isthmus_worker.wire.reports import report_to_pb
 from isthmus_worker.wire.responses import load_to_pb
 from isthmus_worker.wire.tokens import chunks_to_pb
 from kvtransfer.errors import WireError
-from kvtransfer.ports import (
-    BindContext,
-    CancelTransfer,
-    Holder,
-    ReceiveIntent,
-    ReceiveRequest,
-    SchedulerToHub,
-    SendFirstTokens,
-    SendOffer,
-)
-from kvtransfer.wire import (
-    bind_context_to_pb,
-    bind_news_from_pb,
-    cancel_transfer_to_pb,
-    key_from_pb,
-    key_to_pb,
-    receive_intent_to_pb,
-    receive_outcome_from_pb,
-    receive_request_to_pb,
-    send_first_tokens_to_pb,
-    send_offer_to_pb,
-    send_outcome_from_pb,
-    trace_from_pb,
-)
+from kvtransfer.ports import Holder, SchedulerToHub
+from kvtransfer.wire import command_from_arm, event_arm, key_from_pb, key_to_pb, trace_from_pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,16 +55,13 @@ def _command_from_pb(pb: engine_ipc_pb2.EngineCommand) -> EngineCommand:
             return _request_from_pb(pb.submit)
         case "abort":
             return Abort(key_from_pb(pb.abort.key))
-        case "send_outcome":
-            return send_outcome_from_pb(pb.send_outcome)
-        case "receive_outcome":
-            return receive_outcome_from_pb(pb.receive_outcome)
-        case "bind_news":
-            return bind_news_from_pb(pb.bind_news)
         case "stop":
             return Stop()
-        case _:
-            raise ValueError("a command without a body, or of a kind that this build does not know")
+        case arm:
+            command = command_from_arm(arm, pb)
+            if command is None:
+                raise ValueError("a command without a body, or of a kind that this build does not know")
+            return command
 
 
 def _request_from_pb(pb: engine_ipc_pb2.SubmitCommand) -> EngineRequest:
@@ -144,22 +119,12 @@ def _event_to_pb(message: EngineMessage) -> engine_ipc_pb2.EngineEvent:
         case KvEvent():
             stored, removed = join_keys(message.stored), join_keys(message.removed)
             return event(kv_cache=engine_ipc_pb2.KvCacheEvent(stored_keys=stored, removed_keys=removed))
-        case SendOffer():
-            return event(send_offer=send_offer_to_pb(message))
-        case ReceiveRequest():
-            return event(receive_request=receive_request_to_pb(message))
-        case ReceiveIntent():
-            return event(receive_intent=receive_intent_to_pb(message))
-        case BindContext():
-            return event(bind_context=bind_context_to_pb(message))
-        case SendFirstTokens():
-            return event(send_first_tokens=send_first_tokens_to_pb(message))
-        case CancelTransfer():
-            return event(cancel_transfer=cancel_transfer_to_pb(message))
         case EngineLoad():
             return event(load=load_to_pb(message))
         case EngineDescription():
             return event(ready=_ready_to_pb(message))
+        case _:
+            return event(**event_arm(message))
 
 
 def _finished_to_pb(finished: RequestFinished) -> engine_ipc_pb2.RequestFinished:

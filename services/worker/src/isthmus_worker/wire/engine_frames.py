@@ -28,27 +28,8 @@ from isthmus_worker.marks import marks_from_pb
 from isthmus_worker.wire.reports import report_from_pb
 from isthmus_worker.wire.requests import key_to_pb, submit_to_pb
 from kvtransfer.errors import WireError
-from kvtransfer.ports import (
-    BindFailed,
-    Bound,
-    FirstTokensArrived,
-    HubToScheduler,
-    ReceiveOutcome,
-    SchedulerToHub,
-    SendOutcome,
-)
-from kvtransfer.wire import (
-    bind_context_from_pb,
-    bind_news_to_pb,
-    cancel_transfer_from_pb,
-    key_from_pb,
-    receive_intent_from_pb,
-    receive_outcome_to_pb,
-    receive_request_from_pb,
-    send_first_tokens_from_pb,
-    send_offer_from_pb,
-    send_outcome_to_pb,
-)
+from kvtransfer.ports import HubToScheduler, SchedulerToHub
+from kvtransfer.wire import command_arm, event_from_arm, key_from_pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +88,8 @@ def _command_to_pb(command: EngineCommand) -> engine_ipc_pb2.EngineCommand:
             return engine_ipc_pb2.EngineCommand(abort=engine_ipc_pb2.AbortCommand(key=key_to_pb(key)))
         case Stop():
             return engine_ipc_pb2.EngineCommand(stop=engine_ipc_pb2.StopCommand())
-        case SendOutcome():
-            return engine_ipc_pb2.EngineCommand(send_outcome=send_outcome_to_pb(command))
-        case ReceiveOutcome():
-            return engine_ipc_pb2.EngineCommand(receive_outcome=receive_outcome_to_pb(command))
-        case Bound() | FirstTokensArrived() | BindFailed():
-            return engine_ipc_pb2.EngineCommand(bind_news=bind_news_to_pb(command))
+        case _:
+            return engine_ipc_pb2.EngineCommand(**command_arm(command))
 
 
 def events_from_bytes(frame: bytes) -> list[EngineEvent]:
@@ -148,20 +125,11 @@ def _events(output: engine_ipc_pb2.EngineOutput) -> Iterator[EngineEvent]:
                 yield _load(event.load)
             case "ready":
                 yield _description(event.ready)
-            case "send_offer":
-                yield send_offer_from_pb(event.send_offer)
-            case "receive_request":
-                yield receive_request_from_pb(event.receive_request)
-            case "receive_intent":
-                yield receive_intent_from_pb(event.receive_intent)
-            case "bind_context":
-                yield bind_context_from_pb(event.bind_context)
-            case "send_first_tokens":
-                yield send_first_tokens_from_pb(event.send_first_tokens)
-            case "cancel_transfer":
-                yield cancel_transfer_from_pb(event.cancel_transfer)
             case _:
-                raise ValueError("an event without a body, or of a kind that this build does not know")
+                said = event_from_arm(kind, event)
+                if said is None:
+                    raise ValueError("an event without a body, or of a kind that this build does not know")
+                yield said
 
 
 def _finished(pb: engine_ipc_pb2.RequestFinished) -> LegEnded:
