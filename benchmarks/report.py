@@ -15,9 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -73,6 +70,10 @@ def interleaved(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
 
 def show(title: str, rows: Sequence[Row], json_file: Path | None = None) -> None:
     """Print the rows, and write them where asked."""
+    # Here, so that rows can be made where rich is missing, as on a bare GPU machine.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title)
     for column in ("name", "value", "unit", "baseline", "ratio", "aim", "ok"):
         table.add_column(column, justify="left" if column in ("name", "unit", "aim") else "right")

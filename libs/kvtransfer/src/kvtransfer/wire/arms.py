@@ -1,7 +1,7 @@
 """What a scheduler and its hub say to each other, as arms of the envelope that carries it.
 
-Two kinds of envelope do: those of an engine that starts its own processes (transfer_local.proto), and those of the engine
-process of a worker (engine_ipc.proto), which have more arms beside these. Both name these arms alike.
+Two kinds of envelope do: those of an engine that starts its own processes (transfer_local.proto), and those of the
+engine process of a worker (engine_ipc.proto), which have more arms beside these. Both name these arms alike.
 """
 
 from __future__ import annotations
