@@ -2,12 +2,14 @@
 #   TORCH_INDEX_URL  package index for torch (default: pip's own), for example the project's index of CPU builds
 #   WHEELS_DIR       folder of wheels that pip may use besides its index
 #   PYTHON           interpreter for .venv, 3.11 or newer
+#   RERUNS           repeat a failing test so often, and name it (unset: a failure is a failure)
 #   NIXL             nixl-cu12 (default) or nixl-cu13: the CUDA major of torch; without a GPU either works
 SHELL := /bin/bash
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3))
 NIXL ?= nixl-cu12
 BIN := .venv/bin
 STAMP := .venv/setup.stamp
+PYTEST = $(BIN)/pytest -q $(if $(RERUNS),--reruns $(RERUNS) -rR)
 PACKAGES := ./protos ./libs/core ./libs/kvtransfer[$(NIXL)] ./libs/client ./services/coordinator ./services/router ./services/worker[torch,fetch]
 PIP_DOWNLOAD = $(BIN)/python -m pip download -q -c constraints.txt $(if $(WHEELS_DIR),--find-links $(WHEELS_DIR))
 PIP_INSTALL = $(BIN)/python -m pip install -q -c constraints.txt $(if $(WHEELS_DIR),--find-links $(WHEELS_DIR))
@@ -45,25 +47,25 @@ typecheck: $(STAMP) ## pyright, strict
 	$(BIN)/pyright
 
 test: $(STAMP) ## unit and contract tests
-	$(BIN)/pytest -q -n logical --dist worksteal tests/unit tests/contract
+	$(PYTEST) -n logical --dist worksteal tests/unit tests/contract
 
 test-integration: $(STAMP) ## several components, real gRPC, real NIXL on this machine
-	$(BIN)/pytest -q -n 3 --dist loadfile -m "not model" tests/integration
+	$(PYTEST) -n 3 --dist loadfile -m "not model" tests/integration
 
 test-simulation: $(STAMP) ## seeded schedules of faults under a virtual clock
 	$(BIN)/pytest -q tests/simulation
 
 test-e2e: $(STAMP) ## whole clusters of real processes, the real model included
-	$(BIN)/pytest -q tests/e2e && $(BIN)/pytest -q -m model tests/integration
+	$(PYTEST) tests/e2e && $(PYTEST) -m model tests/integration
 
 test-parity: $(STAMP) ## tokens of instances of every shape against an unsplit run
-	$(BIN)/pytest -q tests/parity
+	$(PYTEST) tests/parity
 
 test-docker: $(STAMP) ## images and compose; tools/start_docker.sh brings an engine
-	$(BIN)/pytest -q tests/docker
+	$(PYTEST) tests/docker
 
 test-vllm: $(STAMP) ## vLLM as the engine; `make setup-vllm` first
-	$(BIN)/pytest -q tests/vllm
+	$(PYTEST) tests/vllm
 
 test-gpu: $(STAMP) ## on a machine with NVIDIA GPUs
 	$(BIN)/pytest -q -m gpu tests/integration tests/parity
