@@ -36,7 +36,8 @@ _CHANNEL_OPTIONS = [
     # Services are reached by exact address; a proxy from the environment must never sit in between.
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long an attempt may take, whatever its name says: a busy server needs more than the first backoff.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 _SERVER_OPTIONS = [
