@@ -22,7 +22,7 @@ from isthmus_core.config_section import Section
 from isthmus_core.config_telemetry import LoggingConfig as LoggingConfig
 from isthmus_core.config_telemetry import TelemetryConfig as TelemetryConfig
 from isthmus_core.config_transfer import TransferConfig as TransferConfig
-from isthmus_core.config_vllm import ADAPTERS, VLLM_ARGUMENTS, VLLM_PYTHON
+from isthmus_core.config_vllm import ADAPTERS, VLLM_ARGUMENTS, VLLM_PYTHON, VLLM_SERVE
 from isthmus_core.errors import ConfigError
 
 
@@ -68,7 +68,8 @@ class ModelConfig(Section):
     )
     tokenizer: Literal["auto", "byte"] = Field(
         default="auto",
-        description="auto: tokenizer.json of the folder; byte: built in, id = byte value (mock clusters)",
+        description="auto: tokenizer.json of the folder, whose token ids the mock engine takes too; byte: built in, "
+        "id = byte value (mock clusters)",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: as the checkpoint says"
@@ -140,6 +141,7 @@ class EngineConfig(Section):
     )
     mock: MockConfig = Field(default_factory=MockConfig)
     vllm: dict[str, Any] = VLLM_ARGUMENTS
+    serve: list[str] = VLLM_SERVE
     adapters: dict[str, Path] = ADAPTERS
     python: Path | None = VLLM_PYTHON
 

@@ -19,6 +19,11 @@ VLLM_PYTHON = cast(
         description="engine.kind vllm: interpreter of the environment that has vLLM; default: the worker's own",
     ),
 )
+VLLM_SERVE: list[str] = Field(
+    default_factory=list,
+    description="engine.kind vllm: command of a plain `vllm serve` that the worker runs and asks by HTTP, instead of "
+    'vLLM as a library: [vllm, serve, --port, "7201"]; the model and what else the worker decides are added to it',
+)
 ADAPTERS: dict[str, Path] = Field(
     default_factory=dict,
     description="engine.kind vllm: folders of LoRA adapters by name; a request for model NAME:ADAPTER uses one. Both "

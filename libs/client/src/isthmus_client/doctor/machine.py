@@ -140,7 +140,9 @@ async def _vllm_problems(config: IsthmusConfig) -> tuple[str, ...]:
         return ()
     python = str(config.engine.python or sys.executable)
     if shutil.which(python) is None:
-        return (f"engine.vllm_python = {python}: no such interpreter",)
+        return (f"engine.python = {python}: no such interpreter",)
+    if config.engine.serve and shutil.which(config.engine.serve[0]) is None:
+        return (f"engine.serve: {config.engine.serve[0]}: no such command",)
     said = await _output(python, "-m", "isthmus_worker.vllm_engine.doctor", limit_s=60, codes=(0, 1))
     if not said.strip():
         return (f"{python} has no isthmus-worker",)

@@ -26,6 +26,11 @@ _OURS = {
 }
 
 
+def set_elsewhere(name: str) -> str | None:
+    """Where an argument of vLLM is said that the worker decides itself; None for the others."""
+    return _OURS.get(name)
+
+
 def engine_arguments(config: IsthmusConfig, identity: ModelIdentity, events_endpoint: str) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs: `engine.vllm` untouched, and what the worker itself decides.
 

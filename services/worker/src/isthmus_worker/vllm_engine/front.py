@@ -1,7 +1,4 @@
-"""The front process: AsyncLLM behind the frames of an engine process."""
-
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# ^ vLLM lives in an environment of its own.
+"""The front process: vLLM behind the frames of an engine process."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from isthmus_core.block_keys import root_key
 from isthmus_core.errors import (
     InternalError,
-    InvalidRequest,
     IsthmusError,
     Overloaded,
     RequestCancelled,
@@ -28,14 +24,13 @@ from isthmus_worker.engine import EngineDescription, EngineLoad, EngineRequest, 
 from isthmus_worker.engine_process.frames import commands_from_bytes, events_to_bytes
 from isthmus_worker.scheduler.events import RequestFinished, RequestReleased
 from isthmus_worker.scheduler.limits import Limits
-from isthmus_worker.vllm_engine.arguments import engine_arguments
 from isthmus_worker.vllm_engine.at_once import going_on
-from isthmus_worker.vllm_engine.block_keys import BlockKeys, salt_text
+from isthmus_worker.vllm_engine.block_keys import BlockKeys
 from isthmus_worker.vllm_engine.event_reader import EventReader
-from isthmus_worker.vllm_engine.load_reader import load_reader
-from isthmus_worker.vllm_engine.model import ModelIdentity
+from isthmus_worker.vllm_engine.library import VllmLibrary
 from isthmus_worker.vllm_engine.outputs import LegOutput
-from isthmus_worker.vllm_engine.sampling import prompts, sampling_arguments, transfer_params
+from isthmus_worker.vllm_engine.sampling import prompts
+from isthmus_worker.vllm_engine.served import VllmServed
 from isthmus_worker.wire.engine_frames import Abort, Stop
 from kvtransfer.ports import FirstTokensArrived, ReceiveOutcome
 
@@ -44,9 +39,12 @@ if TYPE_CHECKING:
 
     from isthmus_core.config import IsthmusConfig
     from isthmus_core.keys import RequestKey
+    from isthmus_worker.vllm_engine.model import ModelIdentity
+    from isthmus_worker.vllm_engine.vllm_port import Vllm, VllmFacts
 
 logger = logging.getLogger(__name__)
 
+_NOTHING: tuple[None, dict[int, asyncio.Task[None]]] = (None, {})
 # Load is told at most this often while there is work.
 _LOAD_S = 0.2
 
@@ -61,7 +59,7 @@ class Front:
         self._generating: dict[RequestKey, tuple[LegOutput, dict[int, asyncio.Task[None]]]] = {}
         self._load = self._told = EngineLoad()
         self._pending: list[Any] = []
-        self._engine: Any = None
+        self._engine: Vllm | None = None
         self._limits: Limits | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -69,60 +67,57 @@ class Front:
         """Raises StartError, and whatever ends vLLM."""
         with tempfile.TemporaryDirectory(prefix="isthmus-vllm-") as folder:
             endpoint = f"ipc://{Path(folder) / 'events'}"
-            description = self._start(endpoint)
-            events = EventReader(endpoint, self._block_keys(description), self._emit, self._end)
-            if self._config.engine.prefix_caching:
-                events.start()
-            tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._tell_load())]
+            make = VllmServed if self._config.engine.serve else VllmLibrary
+            engine = self._engine = make(self._config, self._identity, endpoint, self.note_load)
             try:
-                self._emit(description)
-                done, _ = await asyncio.wait((*tasks, self._failed), return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    one.result()
+                await self._serve_hub(engine, endpoint, await engine.start())
             finally:
-                for task in (*tasks, *self._legs.values()):
-                    task.cancel()
-                await events.close()
-                self._engine.shutdown(timeout=1.0)
+                await engine.close()
 
-    def _start(self, endpoint: str) -> EngineDescription:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        identity = self._identity
-        arguments = engine_arguments(self._config, identity, endpoint)
+    async def _serve_hub(self, engine: Vllm, endpoint: str, facts: VllmFacts) -> None:
+        description = self._describe(facts)
+        events = EventReader(endpoint, self._block_keys(description), self._emit, self._end)
+        if self._config.engine.prefix_caching:
+            events.start()
+        tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._tell_load(engine))]
         try:
-            engine_args = AsyncEngineArgs(**arguments)
-        except TypeError as error:
-            raise StartError(f"engine.vllm: {error}") from error
-        self._engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load_reader(self.note_load)])
-        config = self._engine.vllm_config
-        wanted, block = self._config.engine.vllm.get("block_size"), config.cache_config.block_size
-        if wanted is not None and wanted != block:
-            raise StartError(f"engine.vllm.block_size = {wanted}: vLLM made it {block}; write that, or leave it out")
-        description = EngineDescription(
-            name="vllm",
-            max_model_len=config.model_config.max_model_len,
-            tokens_per_block=block,
-            total_blocks=config.cache_config.num_gpu_blocks - 1,  # one stands for tokens nobody needs
-            vocab_size=config.model_config.get_vocab_size(),
-            weights_digest=identity.weights_digest,
-            attention_digest=identity.attention_digest,
-            kv_dtype=identity.kv_dtype(config),
-        )
-        self._load = self._told = EngineLoad(total_blocks=description.total_blocks)
+            self._emit(description)
+            done, _ = await asyncio.wait((*tasks, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        finally:
+            for task in (*tasks, *self._legs.values()):
+                task.cancel()
+            await events.close()
+
+    def _describe(self, facts: VllmFacts) -> EngineDescription:
+        identity, wanted = self._identity, self._config.engine.vllm.get("block_size")
+        if wanted is not None and wanted != facts.tokens_per_block:
+            raise StartError(
+                f"engine.vllm.block_size = {wanted}: vLLM made it {facts.tokens_per_block}; write that, or leave it out"
+            )
+        self._load = self._told = EngineLoad(total_blocks=facts.total_blocks)
         self._limits = Limits(
             role=self._config.worker.role,
-            vocab_size=description.vocab_size,
-            max_model_len=description.max_model_len,
-            tokens_per_block=block,
-            num_blocks=description.total_blocks,
-            max_running=config.scheduler_config.max_num_seqs,
-            max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            tokens_per_block=facts.tokens_per_block,
+            num_blocks=facts.total_blocks,
+            max_running=facts.max_running,
+            max_batch_tokens=facts.max_model_len,  # vLLM cuts prompts itself
             max_waiting=self._config.engine.max_waiting,
             adapters=tuple(one.name for one in identity.adapters),
         )
-        return description
+        return EngineDescription(
+            name="vllm",
+            max_model_len=facts.max_model_len,
+            tokens_per_block=facts.tokens_per_block,
+            total_blocks=facts.total_blocks,
+            vocab_size=facts.vocab_size,
+            weights_digest=identity.weights_digest,
+            attention_digest=identity.attention_digest,
+            kv_dtype=facts.kv_dtype,
+        )
 
     def _block_keys(self, description: EngineDescription) -> BlockKeys:
         def root(salt: bytes, adapter: str) -> bytes:
@@ -199,7 +194,7 @@ class Front:
 
     def _drop_ended(self, news: FirstTokensArrived) -> None:
         """Answers that their first tokens have ended are not computed."""
-        output, streams = self._generating.get(news.key, (None, {}))
+        output, streams = self._generating.get(news.key, _NOTHING)
         for answer in streams.keys() - going_on(news):
             if output is not None:
                 for event in output.drop(answer):
@@ -209,7 +204,7 @@ class Front:
     def _lost(self, outcome: ReceiveOutcome) -> None:
         """The cache does not come, and a peer may still write into the blocks, for as long as it takes: vLLM lets go of
         the request, which keeps them, and the prompt is computed in another one."""
-        output, streams = self._generating.get(outcome.key, (None, {}))
+        output, streams = self._generating.get(outcome.key, _NOTHING)
         if output is None or output.has_spoken:
             return
         output.lose(outcome.reason, recompute=self._config.transfer.on_transfer_failure == "recompute")
@@ -235,24 +230,12 @@ class Front:
         self, request: EngineRequest, output: LegOutput, answer: int, ids: list[int], name: str
     ) -> None:
         """One request of vLLM."""
-        prompt: dict[str, Any] = {"prompt_token_ids": ids}
-        if (salt := salt_text(request.cache_salt)) is not None:
-            prompt["cache_salt"] = salt
-        try:
-            params = self._params(request, answer, alone=output.alone)
-            said = self._engine.generate(prompt, params, name, lora_request=self._adapter(request.adapter))
-            async with aclosing(said) as stream:
-                async for one in stream:
-                    for event in output.events(one, answer):
-                        self._emit(event)
-        except ValueError as error:
-            raise InvalidRequest("request", "refused by vLLM", str(error)) from error
-
-    def _adapter(self, name: str) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        found = next((one for one in self._identity.adapters if one.name == name), None)
-        return None if found is None else LoRARequest(found.name, found.number, str(found.path))
+        if self._engine is None:
+            raise InternalError("a request before the engine has started")
+        async with aclosing(self._engine.generate(request, ids, answer, name, alone=output.alone)) as stream:
+            async for one in stream:
+                for event in output.events(one, answer):
+                    self._emit(event)
 
     def _check(self, request: EngineRequest) -> None:
         """Raises IsthmusError when the request can not be taken."""
@@ -261,15 +244,6 @@ class Front:
         self._limits.check(request)
         if self._load.waiting_requests >= self._config.engine.max_waiting:
             raise Overloaded("the queue of the engine", self._config.engine.max_waiting)
-
-    def _params(self, request: EngineRequest, answer: int, *, alone: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        arguments = sampling_arguments(request, answer)
-        if not alone and (transfer := transfer_params(request, answer)) is not None:
-            arguments["extra_args"] = {"kv_transfer_params": transfer}
-        return SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
 
     # --- to the hub
 
@@ -286,21 +260,17 @@ class Front:
         except ConnectionError:
             logger.info("the hub is gone")
 
-    def note_load(self, stats: Any) -> None:
-        """What vLLM counted in a step."""
+    def note_load(self, running: int, waiting: int, usage: float) -> None:
+        """What vLLM counted in a step; `usage` of its KV blocks in [0, 1]."""
         total = self._load.total_blocks
         self._load = replace(
-            self._load,
-            running_requests=stats.num_running_reqs,
-            waiting_requests=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            used_blocks=round(stats.kv_cache_usage * total),
+            self._load, running_requests=running, waiting_requests=waiting, used_blocks=round(usage * total)
         )
 
-    async def _tell_load(self) -> None:
+    async def _tell_load(self, engine: Vllm) -> None:
         while True:
             await asyncio.sleep(_LOAD_S)
-            if self._engine.errored:
-                raise self._engine.dead_error
+            await engine.check()
             if self._load != self._told:
                 self._told = self._load
                 self._emit(self._load)

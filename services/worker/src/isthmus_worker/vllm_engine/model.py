@@ -32,10 +32,10 @@ class ModelIdentity:
     attention_digest: bytes
     adapters: tuple[Adapter, ...] = ()
 
-    def kv_dtype(self, config: Any) -> str:
-        """As safetensors spells it; `config` is vLLM's VllmConfig. Raises StartError for one without a name there."""
-        cache = str(config.cache_config.cache_dtype)
-        name = str(config.model_config.dtype).removeprefix("torch.") if cache == "auto" else cache
+    def kv_dtype(self, cache: object, model: object) -> str:
+        """As safetensors spells it; vLLM's names of the dtype of the cache ("auto": the model's) and of the model.
+        Raises StartError for one without a name there."""
+        name = str(model).removeprefix("torch.") if str(cache) == "auto" else str(cache)
         found = _CACHE_DTYPES.get(name) or DTYPES.get(name)
         if found is None:
             raise StartError(f"engine.vllm.kv_cache_dtype = {name}: is not known here")

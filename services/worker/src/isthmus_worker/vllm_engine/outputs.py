@@ -48,7 +48,7 @@ class LegOutput:
             return []
         if self._first is None:
             self._first = self._clock()
-            self._cached = int(output.num_cached_tokens or 0)
+        self._cached = max(self._cached, int(output.num_cached_tokens or 0))
         if hands_off(self._request):
             return self._handed_off(output, answer)
         return self._went_on(output, answer)
