@@ -26,8 +26,8 @@ This page is made from the schema (`tools/configuration_page.py`).
 
 
 def _default(field: FieldInfo) -> str:
-    plain = field.default_factory is dict
-    value: Any = {} if plain else field.get_default(call_default_factory=False)
+    plain = field.default_factory in (dict, list)
+    value: Any = field.get_default(call_default_factory=plain, validated_data={})
     return "" if value is None else f"`{value}`"
 
 
