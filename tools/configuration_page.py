@@ -26,8 +26,10 @@ This page is made from the schema (`tools/configuration_page.py`).
 
 
 def _default(field: FieldInfo) -> str:
-    plain = field.default_factory in (dict, list)
-    value: Any = field.get_default(call_default_factory=plain, validated_data={})
+    if field.default_factory in (dict, list):
+        value: Any = {} if field.default_factory is dict else []
+    else:
+        value = field.get_default(call_default_factory=False)
     return "" if value is None else f"`{value}`"
 
 
