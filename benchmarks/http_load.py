@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -48,18 +50,24 @@ class StreamClient:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
         began = time.perf_counter()
         self._writer.write(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
-        status = await self._reader.readline()
+        status = await self._acked(self._reader.readline())
         if b" 200 " not in status:
             raise RuntimeError(f"{status!r} {await self._reader.read(2000)!r}")
-        await self._reader.readuntil(b"\r\n\r\n")
+        await self._acked(self._reader.readuntil(b"\r\n\r\n"))
         first, events = 0.0, 0
-        while size := int(await self._reader.readline(), 16):
+        while size := int(await self._acked(self._reader.readline()), 16):
             piece = await self._reader.readexactly(size + 2)
             if not first:
                 first = time.perf_counter() - began
             events += piece.count(b"data: {")
         await self._reader.readline()
         return first, time.perf_counter() - began, events
+
+    async def _acked(self, reading: Coroutine[Any, Any, bytes]) -> bytes:
+        """Without delayed acknowledgements: a server that leaves Nagle's algorithm on would wait 40 ms for each."""
+        if self._writer is not None:
+            self._writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        return await reading
 
     def close(self) -> None:
         """End the connection."""

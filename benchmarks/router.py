@@ -1,11 +1,12 @@
 """What the front door does a second and what it costs: streamed completions through router and mock engines.
 
-    python benchmarks/router.py [--quick] [--json FILE] [--processes 2] [--peer NAME=URL=MODEL=PIDS]...
+    python benchmarks/router.py [--quick] [--json FILE] [--processes 2] [--model FOLDER] [--peer NAME=URL=MODEL=PIDS]...
 
 Rounds are interleaved: every case gets each number of concurrent requests once a round. `--peer` adds any server with
 OpenAI's API that is running already (Dynamo's frontend, sglang-router): the same requests, the same rounds; PIDS, with
-commas between them, are its processes, whose CPU time (their children's too) is counted. Give it engines with the same
-timing as `--decode-us`; the mock engines here take bytes as tokens.
+commas between them, are its processes, whose CPU time (their children's too) is counted; `router_peers.sh` starts both
+of those and runs this. Give it engines with the same
+timing as `--decode-us`, and `--model` its tokenizer: without one tokens are bytes here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import uvloop
 from http_load import Load, run_load
@@ -39,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2, help="router processes of the second case")
     parser.add_argument("--decode-us", type=float, default=1000.0, help="time of a step of the mock engine")
+    parser.add_argument("--model", type=Path, help="folder with the tokenizer; default: bytes")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL=MODEL=PIDS", help="a running server")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -48,13 +51,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, decode_us: float, **router: object) -> AsyncGenerator[LocalCluster, None]:
-    """A split pair of mock engines behind a router with these settings."""
+async def cluster(
+    folder: Path, decode_us: float, model: Path | None = None, **router: object
+) -> AsyncGenerator[LocalCluster, None]:
+    """A split pair of mock engines behind a router with these settings. `model`: whose tokenizer."""
     base = {
         "engine": {"mock": {"decode_us": decode_us}, "max_running": 512, "max_batch_tokens": 4096},
         "router": router,
     }
-    options = ClusterOptions(context=1, generation=1, engine="mock", base=base)
+    options = ClusterOptions(context=1, generation=1, engine="mock", model_path=model, model_name="mock", base=base)
     run = create_run(None, folder)
     running = LocalCluster(options, choose_ports(2), run, report=print)
     try:
@@ -64,12 +69,27 @@ async def cluster(folder: Path, decode_us: float, **router: object) -> AsyncGene
         await running.stop()
 
 
+async def all_serve(control: str) -> None:
+    """Wait until every process of the fleet serves. Raises TimeoutError."""
+    async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
+        while True:
+            processes = (await http.get(f"http://{control}/health")).json()["processes"]
+            if all(row["status"] == "ok" for row in processes.values()):
+                return
+            await asyncio.sleep(0.1)
+
+
 def bodies(model: str, count: int, seed: int) -> list[dict[str, object]]:
     """Requests with prompts of their own."""
     draw = random.Random(seed)
     texts = ["".join(chr(draw.randrange(97, 123)) for _ in range(PROMPT)) for _ in range(count)]
     rest = {"max_tokens": TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
     return [{"model": model, "prompt": text, **rest} for text in texts]
+
+
+def round_of(model: str, concurrent: int, number: int) -> list[dict[str, object]]:
+    """The same for everybody; no prompt is asked twice."""
+    return bodies(model, _count(concurrent), 1000 * number + concurrent)
 
 
 def cpu_s(running: LocalCluster) -> dict[str, float]:
@@ -90,18 +110,27 @@ async def measure_peer(where: str, number: int) -> tuple[dict[int, Load], dict[s
     await run_load(url, bodies(model, 32, 0), 8)
     before, loads, tokens = {pid: cpu_of(int(pid)) for pid in pids.split(",")}, dict[int, Load](), 0
     for concurrent in CONCURRENT:
-        loads[concurrent] = await run_load(url, bodies(model, _count(concurrent), number), concurrent)
+        loads[concurrent] = await run_load(url, round_of(model, concurrent, number), concurrent)
         tokens += _count(concurrent) * TOKENS
-    used = {
-        psutil.Process(int(pid)).cmdline()[2]: (cpu_of(int(pid)) - was) / tokens * 1e3 for pid, was in before.items()
-    }
+    used: dict[str, float] = {}
+    for pid, was in before.items():
+        name = name_of(int(pid))
+        used[name] = used.get(name, 0.0) + (cpu_of(int(pid)) - was) / tokens * 1e3
     return loads, used
+
+
+def name_of(pid: int) -> str:
+    """What a process runs: its module or script."""
+    process = psutil.Process(pid)
+    # A process may have put a title in the place of its arguments.
+    names = [Path(part).name for part in process.cmdline()[1:] if part and not part.startswith("-")]
+    return names[0] if names else process.name()
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """All rounds."""
     control = f"127.0.0.1:{free_port()}"
-    fleet = {"num_workers": arguments.processes, "control_listen": control}
+    fleet: dict[str, object] = {"num_workers": arguments.processes, "control_listen": control}
     many = f"{arguments.processes} processes"
     ours: dict[str, dict[str, object]] = {"1 process": {}, many: fleet, f"{many}, 5 ms": {**fleet, "coalesce_ms": 5.0}}
     loads: dict[tuple[str, int], list[Load]] = {}
@@ -111,12 +140,14 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
         for name, settings in ours.items():
             async with AsyncExitStack() as stack:
                 running = await stack.enter_async_context(
-                    cluster(folder / f"{number}-{name[0]}{len(name)}", arguments.decode_us, **settings)
+                    cluster(folder / f"{number}-{name[0]}{len(name)}", arguments.decode_us, arguments.model, **settings)
                 )
+                if settings:
+                    await all_serve(control)
                 await run_load(running.http_endpoint, bodies("mock", 32, 0), 8)
                 before, tokens = cpu_s(running), 0
                 for concurrent in CONCURRENT:
-                    load = await run_load(running.http_endpoint, bodies("mock", _count(concurrent), number), concurrent)
+                    load = await run_load(running.http_endpoint, round_of("mock", concurrent, number), concurrent)
                     loads.setdefault((name, concurrent), []).append(load)
                     tokens += _count(concurrent) * TOKENS
                 used = {part: (after - before[part]) / tokens * 1e3 for part, after in cpu_s(running).items()}

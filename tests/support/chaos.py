@@ -33,11 +33,13 @@ LATE_S = 5.0
 
 @dataclass
 class Tally:
-    """Outcomes of the requests. `failed`: by what the client was told. `wrong`: answers that are not the model's.
-    `late`: later than the deadline allows."""
+    """Outcomes of the requests. `failed`: by the typed error that the client was told. `lost`: by how the connection
+    to a router broke, which no other process can save. `wrong`: answers that are not the model's. `late`: later than
+    the deadline allows."""
 
     right: int = 0
     failed: Counter[str] = field(default_factory=Counter[str])
+    lost: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
     late: list[float] = field(default_factory=list[float])
     recovered: int = 0
@@ -45,19 +47,26 @@ class Tally:
     @property
     def asked(self) -> int:
         """All of them."""
-        return self.right + sum(self.failed.values()) + len(self.wrong)
+        return self.right + self.failed.total() + self.lost.total() + len(self.wrong)
 
     @property
     def share_failed(self) -> float:
+        """Of all requests whose router lived."""
+        return self.failed.total() / max(1, self.asked - self.lost.total())
+
+    @property
+    def share_lost(self) -> float:
         """Of all requests."""
-        return sum(self.failed.values()) / max(1, self.asked)
+        return self.lost.total() / max(1, self.asked)
 
     def __str__(self) -> str:
         return (
             f"{self.asked} requests: {self.right} right ({self.recovered} of them moved to other instances), "
-            f"{sum(self.failed.values())} failed ({100 * self.share_failed:.2f} %), "
+            f"{self.lost.total()} lost with the connection to their router ({100 * self.share_lost:.2f} %), "
+            f"{self.failed.total()} of the others failed ({100 * self.share_failed:.2f} %), "
             f"{len(self.wrong)} wrong, {len(self.late)} late"
-            + "".join(f"\n  {count:4} {why}" for why, count in self.failed.most_common())
+            + "".join(f"\n  {count:4} lost: {why}" for why, count in self.lost.most_common())
+            + "".join(f"\n  {count:4} failed: {why}" for why, count in self.failed.most_common())
         )
 
 
@@ -130,7 +139,7 @@ class Load:
             within = error.code in FAULTS or error.code is grpc.StatusCode.DEADLINE_EXCEEDED
             if within and error.message:
                 words = re.sub(r"\d{6,}|[\d.]+:\d+", "…", error.message)
-                self.tally.failed[f"{error.code.name} {words}"] += 1
+                (self.tally.lost if connection_lost(error) else self.tally.failed)[f"{error.code.name} {words}"] += 1
             else:
                 self.tally.wrong.append(f"{error.code.name}: {error.message}")
         else:
@@ -138,6 +147,14 @@ class Load:
             self.tally.recovered += bool(answer.end.retries)
         if (took := time.monotonic() - began) > self._timeout_s + LATE_S:
             self.tally.late.append(took)
+
+
+def connection_lost(error: IsthmusError) -> bool:
+    """Whether the client's own end says so: what a router says comes with a status of its own."""
+    cause = error.__cause__
+    if not isinstance(cause, grpc.aio.AioRpcError) or cause.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return all(key != "grpc-status-details-bin" for key, _ in cause.trailing_metadata() or ())
 
 
 def victim(cluster: LocalCluster, kind: str) -> psutil.Process | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from isthmus_coordinator.costs import Weights
 from isthmus_coordinator.fleet import Fleet
 from isthmus_coordinator.load import LegLoad, OpenPlacements
-from isthmus_coordinator.membership import Instance, Load, Member, Membership, Role, Start
+from isthmus_coordinator.membership import Instance, Load, Member, Membership, Peers, Role, Start
 from isthmus_coordinator.pairs import CONNECTING, Estimate, Pair, Pairs
 from isthmus_coordinator.placement import Choice, Question, Served, no_capacity, place
 from isthmus_coordinator.policies import Policy
@@ -77,7 +77,7 @@ class Cluster:
         self._turns: Counter[str] = Counter()
         # By model, as long as it has members.
         self._fleets: dict[str, Fleet] = {}
-        self._contexts: dict[str, tuple[Instance, ...]] = {}
+        self._contexts: dict[str, Peers] = {}
         # Grows with every change that a watcher hears of.
         self.version = 0
 
@@ -159,19 +159,19 @@ class Cluster:
         if other is not None and other.instance.start == generation and other.role is Role.GENERATION:
             self._show_pair(member.instance.start, other)
 
-    def peers(self, member: Member) -> tuple[Instance, ...]:
+    def peers(self, member: Member) -> Peers:
         """Context instances that a member keeps streams to: none unless it is a generation instance, then all of its
         model. Draining ones too: what they hold must still be handed off."""
         if member.role is not Role.GENERATION:
-            return ()
+            return Peers()
         model = member.instance.model
         contexts = self._contexts.get(model)
         if contexts is None:
             of_model = self._fleets[model].members(Role.CONTEXT) if model in self._fleets else []
-            contexts = self._contexts[model] = tuple(other.instance for other in of_model)
+            contexts = self._contexts[model] = Peers(other.instance for other in of_model)
         return contexts
 
-    def announced(self, member: Member, peers: Iterable[Instance]) -> None:
+    def announced(self, member: Member, peers: Peers) -> None:
         """A generation instance is being told this list of peers now."""
         if self._members.has(member) and member.role is Role.GENERATION:
             for start in self._pairs.announced(member.token, peers):
@@ -270,13 +270,13 @@ class Cluster:
 
     def _enter(self, member: Member) -> None:
         """A member begins to be used in its role."""
-        self._contexts.pop(member.instance.model, None)
         fleet = self._fleets.setdefault(member.instance.model, Fleet())
         fleet.add(member)
         self._mark(member)
         if member.role is Role.GENERATION:
             self._pairs.open(member.token)
         elif member.role is Role.CONTEXT:
+            self._contexts.pop(member.instance.model, None)
             for other in fleet.members(Role.GENERATION):
                 pair = self._pairs.state(member, other)
                 if pair is not CONNECTING:
@@ -287,12 +287,16 @@ class Cluster:
         """A member is no longer used in its role."""
         model = member.instance.model
         self._pairs.forget(member.token)
-        self._contexts.pop(model, None)
         fleet = self._fleets[model]
-        for other in fleet.members(Role.GENERATION):
-            self._mark_pairs(other)
+        if member.role is Role.CONTEXT:
+            self._contexts.pop(model, None)
+            for other in fleet.members(Role.GENERATION):
+                self._mark_pairs(other)
+        elif member.role is Role.GENERATION:
+            self._mark_pairs(member)
         fleet.remove(member)
         if not len(fleet):
+            self._contexts.pop(model, None)
             del self._fleets[model]
             self._turns.pop(model, None)
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from isthmus_coordinator.fleet import Floats, Group, Ints, View
 
-# Instances of a side that are looked at before all of them are.
-_NARROW = 8
+# Instances of a side that are looked at first; how many times as many next, if no pair of them is surely the cheapest.
+_NARROW, _WIDER = 8, 4
 _NOBODY: Floats = np.empty(0)
 
 
@@ -166,18 +166,20 @@ def _cheapest_pair(view: View, cost: Costs, turn: int) -> Pick | None:
 
 
 def _search(view: View, cost: Costs) -> Pick | None:
-    """The cheapest pair: among the cheapest few of both sides, unless one beyond them could still be cheaper."""
-    rows, columns = _few(cost.context), _few(cost.generation)
-    pick, total = _least(view, cost, rows, columns)
-    other_context = _next(cost.context, len(rows)) + cost.generation.min()
-    other_generation = cost.context.min() + _next(cost.generation, len(columns))
-    if total > min(other_context, other_generation):
-        pick, total = _least(view, cost, np.arange(len(cost.context)), np.arange(len(cost.generation)))
-    return pick if total < np.inf else None
+    """The cheapest pair: among the cheapest few of both sides, then of more, while one beyond them could be cheaper."""
+    few = _NARROW
+    while True:
+        rows, columns = _cheapest_few(cost.context, few), _cheapest_few(cost.generation, few)
+        pick, total = _least(view, cost, rows, columns)
+        other_context = _next(cost.context, len(rows)) + cost.generation.min()
+        other_generation = cost.context.min() + _next(cost.generation, len(columns))
+        if total <= min(other_context, other_generation):
+            return pick if total < np.inf else None
+        few *= _WIDER
 
 
-def _few(cost: Floats) -> npt.NDArray[np.intp]:
-    return np.argpartition(cost, _NARROW - 1)[:_NARROW] if len(cost) > _NARROW else np.arange(len(cost))
+def _cheapest_few(cost: Floats, few: int) -> npt.NDArray[np.intp]:
+    return np.argpartition(cost, few - 1)[:few] if len(cost) > few else np.arange(len(cost))
 
 
 def _next(cost: Floats, taken: int) -> float:

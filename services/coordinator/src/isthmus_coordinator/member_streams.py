@@ -13,7 +13,7 @@ from isthmus.v1 import coordinator_service_pb2
 from isthmus_coordinator import wire
 from isthmus_coordinator.cluster import Cluster
 from isthmus_coordinator.kv_stream import KvStream
-from isthmus_coordinator.membership import Instance, Member, Role
+from isthmus_coordinator.membership import Instance, Member, Peers, Role
 from isthmus_coordinator.outbox import Outbox
 from isthmus_coordinator.streams import unexpected
 from isthmus_core.errors import InvalidRequest, IsthmusError
@@ -39,7 +39,7 @@ class MemberStream:
     member: Member
     outbox: Outbox[wire.RegisterResponse]
     kv: KvStream
-    told: tuple[Instance, ...] | None = None
+    told: Peers | None = None
 
 
 class MemberStreams:
@@ -49,8 +49,7 @@ class MemberStreams:
         self._cluster, self._changed = cluster, changed
         self._streams: dict[int, MemberStream] = {}
         # Lists of peers as they were told last: most generation instances of a model are told the same.
-        self._messages: deque[tuple[tuple[Instance, ...] | None, tuple[Instance, ...], wire.RegisterResponse]]
-        self._messages = deque(maxlen=8)
+        self._messages: deque[tuple[Peers | None, Peers, wire.RegisterResponse]] = deque(maxlen=8)
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -135,7 +134,9 @@ class MemberStreams:
         for stream in self._streams.values():
             # A member that was a generation instance is told that it needs no streams any more.
             told = stream.member.role is Role.GENERATION or stream.told
-            if told and stream.told != self._cluster.peers(stream.member):
+            peers = self._cluster.peers(stream.member) if told else stream.told
+            # Most often it is the same list, which need not be compared.
+            if peers is not stream.told and peers != stream.told:
                 stream.outbox.put_state("peers", lambda stream=stream: self._peers(stream))
 
     def _peers(self, stream: MemberStream) -> wire.RegisterResponse:

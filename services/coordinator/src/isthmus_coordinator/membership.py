@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TypeVar
 
 import grpc
@@ -54,11 +55,20 @@ class Instance:
     total_blocks: int
     keying: Keying | None = None
     possible_roles: frozenset[Role] = frozenset()
+    # Its name and this start of it: asked for far more often than made.
+    start: Start = field(init=False, repr=False, compare=False)
 
-    @property
-    def start(self) -> Start:
-        """Its name and this start of it."""
-        return Start(self.instance_id, self.incarnation)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", Start(self.instance_id, self.incarnation))
+
+
+class Peers(tuple[Instance, ...]):
+    """Context instances that generation instances of a model keep streams to: one list for all of them."""
+
+    @cached_property
+    def starts(self) -> frozenset[Start]:
+        """Those that reports may be about."""
+        return frozenset(peer.start for peer in self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ after a restart of the coordinator it may speak of context instances that have n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from isthmus_coordinator.membership import Instance, Member, Start
+from isthmus_coordinator.membership import Member, Peers, Start
 
 
 class PairState(Enum):
@@ -68,11 +67,10 @@ class Pairs:
         """A generation instance has opened that stream."""
         self._reports[token] = {}
 
-    def announced(self, token: int, peers: Iterable[Instance]) -> list[Start]:
+    def announced(self, token: int, peers: Peers) -> list[Start]:
         """The generation instance of that stream is being told this complete list. Returns the context instances whose
         reports no longer count."""
-        starts = frozenset(peer.start for peer in peers)
-        self._announced[token] = starts
+        starts = self._announced[token] = peers.starts
         reports = self._reports[token]
         dropped = [start for start in reports if start not in starts]
         for start in dropped:

@@ -20,6 +20,7 @@ from isthmus_core.config import CoordinatorConfig, TlsConfig
 from isthmus_core.errors import StartError
 from isthmus_core.logs import setup_logging
 from isthmus_core.metrics import NO_METRICS, Metrics
+from isthmus_core.process import settle_heap
 from isthmus_core.rpc import RpcServer
 from isthmus_core.service import ServiceContext
 from isthmus_core.telemetry import Telemetry, open_telemetry
@@ -62,6 +63,7 @@ async def main(context: ServiceContext) -> None:
     setup_logging(config.logging, "coordinator")
     telemetry = open_telemetry(config.telemetry, "coordinator")
     try:
+        settle_heap()
         await serve(config.coordinator, config.tls, telemetry, context.stopping)
     finally:
         await asyncio.to_thread(telemetry.shutdown)

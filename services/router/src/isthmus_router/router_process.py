@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 from isthmus_core.api_keys import read_keys
 from isthmus_core.logs import setup_logging
-from isthmus_core.process import prove_port_free, split_address
+from isthmus_core.process import prove_port_free, settle_heap, split_address
 from isthmus_core.service import ServiceContext
 from isthmus_core.telemetry import open_telemetry
 from isthmus_router.cluster_watch import ClusterWatch
@@ -94,4 +94,5 @@ async def run_router(context: ServiceContext, *, status_fd: int | None = None) -
         if await unless_stopping(context.stopping, client.start()):
             if watch is not None:
                 watch.start()
+            settle_heap()
             await serve(config.router, config.tls, pipeline, http_socket, context.stopping, shared=shared)

@@ -21,7 +21,7 @@ from isthmus_core.config import IsthmusConfig, load_config
 from isthmus_core.errors import ConfigError, IsthmusError, StartError
 from isthmus_core.framing import FrameError, FrameSocket
 from isthmus_core.logs import setup_logging
-from isthmus_core.process import die_with_parent, leave
+from isthmus_core.process import die_with_parent, leave, settle_heap
 from isthmus_worker.engine_process.build import build_front, describe_engine
 from isthmus_worker.engine_process.inbox import Inbox
 from isthmus_worker.engine_process.load import load_model, load_rank
@@ -104,6 +104,7 @@ def _lead(config: IsthmusConfig, frames: FrameSocket, others: list[FrameSocket],
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     outbox.emit(describe_engine(config, model))
     inbox.start()
+    settle_heap()
     EngineLoop(front, model.runner, inbox, outbox, speaks_early=layers is not None).run()
     if role is not None:
         role.stop(_AGENT_STOP_S)

@@ -142,7 +142,7 @@ def _cache_blocks(config: IsthmusConfig, model: ModelDescription) -> tuple[int, 
 def _runner(config: IsthmusConfig, rank: int, layers: LayerProgress | None) -> ModelRunner:
     engine = config.engine
     if engine.kind == "mock":
-        from isthmus_worker.mock_engine import MockRunner
+        from isthmus_worker.mock_engine import MockRunner, vocabulary
 
         if config.parallel.world_size > 1:
             raise ConfigError(
@@ -154,6 +154,7 @@ def _runner(config: IsthmusConfig, rank: int, layers: LayerProgress | None) -> M
             engine.tokens_per_block,
             engine.max_model_len,
             cache=cache_options(config),
+            vocab_size=vocabulary(config.model),
         )
     if config.model.path is None:
         raise ConfigError("model.path is not set: engine.kind = torch needs the folder of a model")

@@ -15,6 +15,7 @@ from isthmus_worker.engine import Sampling
 from isthmus_worker.mock_engine import hashing
 from isthmus_worker.mock_engine.draws import draw_tokens
 from isthmus_worker.mock_engine.kv_memory import KvMemory
+from isthmus_worker.mock_engine.vocabulary import BYTES
 from isthmus_worker.runner import BatchRow, Draw, Drawn, ModelDescription, draw_points
 from kvtransfer.page_table import HeadInterval
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from isthmus_worker.mock_engine.kv_memory import Part
     from kvtransfer.page_table import PageTable
 
-# 256 byte values and the end of an answer, which the mock itself never says.
-VOCAB_SIZE = 257
 # Temporaries of one numpy expression stay below this many words (16 MiB).
 _SLICE_WORDS = 1 << 21
 
@@ -36,7 +35,7 @@ class MockRunner:
 
     Every step writes the KV of its tokens into the blocks and computes each wanted token from all bytes of [0, length)
     as they are in memory then: a page that is wrong, stale or missing changes the text. `max_model_len`: default
-    `config.max_model_len`; more is refused with ConfigError.
+    `config.max_model_len`; more is refused with ConfigError. Token ids lie in [0, `vocab_size`).
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class MockRunner:
         max_model_len: int | None = None,
         sleep: Callable[[float], None] = time.sleep,
         cache: CacheOptions = CacheOptions(),  # noqa: B008 (frozen)
+        vocab_size: int = BYTES,
     ) -> None:
         longest = config.max_model_len if max_model_len is None else max_model_len
         if longest > config.max_model_len:
@@ -67,11 +67,12 @@ class MockRunner:
         blocks = -(-longest // tokens_per_block)
         self._weights = hashing.weights(blocks * tokens_per_block).reshape(blocks, tokens_per_block)
         identity = f"isthmus mock {config.seed} {config.layers} {config.bytes_per_token}"
+        identity += "" if vocab_size == BYTES else f" {vocab_size}"
         attention = "isthmus mock attention" + ("" if config.sliding_window is None else f" {config.sliding_window}")
         self._description = ModelDescription(
             name=name,
             max_model_len=longest,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             block_bytes=self._shape.block_bytes(),
             windows=groups.windows,
             weights_digest=xxhash.xxh3_128_digest(identity.encode()),
@@ -149,8 +150,8 @@ class MockRunner:
             used = blocks[_low(row.start + 1, window) // size : count]
             if int(used.min()) < 0 or int(used.max()) >= limit:
                 raise ValueError(f"{field}: names a block outside [0, {limit})")
-        if int(row.token_ids.min()) < 0 or int(row.token_ids.max()) >= VOCAB_SIZE:
-            raise ValueError(f"{field}: names a token outside [0, {VOCAB_SIZE})")
+        if int(row.token_ids.min()) < 0 or int(row.token_ids.max()) >= self._description.vocab_size:
+            raise ValueError(f"{field}: names a token outside [0, {self._description.vocab_size})")
 
     def _write(self, rows: list[BatchRow]) -> None:
         """Stores the words of every token of the step."""
