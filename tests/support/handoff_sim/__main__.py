@@ -2,7 +2,7 @@
 
 python -m handoff_sim --seed N                                              repeat this one
 python -m handoff_sim --first N --schedules 1000000 --workers 64            as many as that, on so many processes
-python -m handoff_sim --first N --seconds 3600                              for an hour
+python -m handoff_sim --first N --seconds 3600                              for an hour; seeds from N on
 python -m handoff_sim --bugs 2000                                           plant every bug
 """
 
@@ -45,7 +45,7 @@ def main() -> int:
             told=campaign.every(chosen.report, lambda so_far: print(so_far, flush=True)),
         )
         print(result)
-        print("\n".join(["not met:", *result.coverage.missing()]))
+        print("\n".join(["not met:", *(result.coverage.missing() or ["nothing: all that can meet has met"])]))
         if not result.failures:
             return 0
         failed = min(result.failures)[0]

@@ -29,7 +29,7 @@ _LONGEST_COPY_S = 0.15
 
 def bounce_policy(world: World, port: Port) -> BouncePolicy:
     """A sixth of the schedules bounce everything; the others nothing."""
-    if not world.bounces:
+    if not world.chunk_units:
         return BouncePolicy()
     send, receive = (_region(port.arena, number) for number in (0, 1))
     return BouncePolicy(
@@ -38,7 +38,7 @@ def bounce_policy(world: World, port: Port) -> BouncePolicy:
         copier=SimCopier(world, port),
         staging=StagingPolicy.ALWAYS,
         unit_bytes=UNIT_BYTES,
-        chunk_bytes=2 * UNIT_BYTES,
+        chunk_bytes=world.chunk_units * UNIT_BYTES,
         depth=2,
         max_peers=MAX_PEERS,
     )

@@ -44,9 +44,10 @@ class Result:
 
     def __str__(self) -> str:
         rate = len(self.steps) / self.seconds if self.seconds else 0.0
+        broken = f"first failing seed {min(self.failures)[0]}" if self.failures else "every invariant held"
         return (
-            f"{len(self.steps)} schedules in {self.seconds:.0f} s, {rate:.0f} schedules/s, "
-            f"median {median(self.steps or [0]):.0f} events, {len(self.failures)} failures"
+            f"{len(self.steps)} schedules in {self.seconds:.0f} s, {rate:.0f} schedules/s, {sum(self.steps)} events, "
+            f"median {median(self.steps or [0]):.0f}, {len(self.failures)} failures, {broken}"
         )
 
 

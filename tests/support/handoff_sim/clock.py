@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from .script import chunk_units
 from .violation import Violation
 
 
@@ -18,8 +19,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.wire = wire
-        # Whether hand-offs go through chunks.
-        self.bounces = seed % 6 == 0
+        self.chunk_units = chunk_units(seed)
         self._trace: list[tuple[float, str, tuple[object, ...]]] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0

@@ -27,6 +27,10 @@ _BROKEN = WriteStatus(WriteState.FAILED, "link error")
 _GONE = WriteStatus(WriteState.FAILED, "the peer is gone", peer_lost=True)
 
 
+# Longer than any write takes that is not late.
+LATE_S = 0.5
+
+
 @dataclass(eq=False, slots=True)
 class Port:
     """The registered memory of one rank, as the fabric knows it. `alive`: the process is."""
@@ -37,6 +41,8 @@ class Port:
     alive: bool = True
     # Whose bytes lie in the words of the send arena.
     gathered: dict[int, Hold] = field(default_factory=dict["int", "Hold"])
+    # When a late chunk has left its arena: others have waited for the room until then.
+    room_since: float = 0.0
     # Copies between its pages and its arena. They are over with the process: its own memory is all they touch.
     copies: set[SimCopy] = field(default_factory=set["SimCopy"])
 
@@ -50,6 +56,8 @@ class Write:
     target: Port
     words: list[tuple[int, int]]
     holds: tuple[Hold, Hold]
+    chunk: bool
+    began: float
     status: WriteStatus = _IN_FLIGHT
     fail: bool = False
     silent: bool = False
@@ -62,6 +70,8 @@ class Write:
             hold.writes -= 1
             hold.quiet_since = now
             hold.unheard |= self.silent
+        if self.chunk and now - self.began > LATE_S:
+            self.target.room_since = now
         if not self.silent:
             self.status = status
 
@@ -81,7 +91,7 @@ class Fabric:
         chunk = any(dst >= target.arena.pages_words for _, dst in words)
         holds = _chunk_ends(port, target, words) if chunk else _ends(port, target, words)
         fails = armed is FaultKind.WRITE_FAILS or world.random.random() < self._flaky
-        write = Write(port, remote, target, words, holds, fail=fails)
+        write = Write(port, remote, target, words, holds, chunk, world.now, fail=fails)
         if chunk:
             self._share_no_word(write)
         write.silent = armed is FaultKind.COMPLETION_LOST

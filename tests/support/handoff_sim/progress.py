@@ -22,9 +22,10 @@ def check_timeout(attempt: Attempt, node: Node) -> None:
     target, now = attempt.target, node.world.now
     if target is None or target.writes or target.unheard or now - target.quiet_since < FINE_S:
         return
-    if any(node.core.chunks_in.granted_bytes(rank.number) for rank in node.ranks if rank.alive):
-        # A late write of another request may keep the room that this one waits for.
-        return
+    for rank in node.ranks:
+        # A late write of another request may keep the room that this one waits for, or have kept it until just now.
+        if rank.alive and (node.core.chunks_in.granted_bytes(rank.number) or now - rank.port.room_since < FINE_S):
+            return
     runs = all(rank.alive and rank.stalled_until < now - FINE_S for rank in attempt.context.ranks)
     if runs and _in_touch(attempt, node):
         raise Violation(f"{attempt.key} times out although nothing has been in its way for {FINE_S:g} s")
