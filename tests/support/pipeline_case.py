@@ -1,5 +1,7 @@
 """A pipeline over scripted workers that tries each request once, and one request for it."""
 
+from typing import Any
+
 import pytest
 
 from isthmus_core.errors import (
@@ -21,7 +23,7 @@ LOST = ConnectionLost("connection reset")
 class Bench(PipelineBench):
     """One try for each request."""
 
-    def __init__(self, tracing: Tracing | None = None, **coordinator: object) -> None:
+    def __init__(self, tracing: Tracing | None = None, **coordinator: Any) -> None:
         super().__init__(Rules(retry=RetryPolicy(max_attempts=1)), tracing, **coordinator)
 
     async def run(self, request: GenerateRequest) -> list[Part | End]:
