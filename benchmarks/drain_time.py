@@ -1,9 +1,10 @@
 """How long bytes of a write still land after its writer was SIGKILLed and reaped: the reason for `transfer.drain_s`.
 
-    python benchmarks/drain_time.py [--quick] [--json FILE] [--trials 20]
+    python benchmarks/drain_time.py [--quick] [--json FILE] [--trials 20] [--path cuda]
 
 A writer process posts large writes into this process without a pause; it is killed at a random moment. From the moment
-its exit is known, samples of the memory are compared until they have not changed for --watch seconds.
+its exit is known, samples of the memory are compared until they have not changed for --watch seconds. `cuda`: from the
+first GPU to the last one, or within the only one; measured too where there is a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,29 +26,60 @@ import numpy as np
 from report import Row, argument_parser, below, figure, show
 
 from isthmus_core.config import TransferConfig
+from kvtransfer.page_table import MemoryKind, RegisteredRegion
 
-PATHS = {"cma": "", "tcp": "tcp"}
+# UCX_TLS of each path.
+PATHS = {"cma": "", "tcp": "tcp", "cuda": ""}
 SAMPLE = 4096
 
 
-def _write(pipe: Connection, size: int) -> None:
+class Memory:
+    """Bytes on the host, or on a CUDA device."""
+
+    def __init__(self, nbytes: int, device: int | None) -> None:
+        if device is None:
+            self.bytes: Any = np.zeros(nbytes, np.uint8)
+            self.region = RegisteredRegion(int(self.bytes.ctypes.data), nbytes, MemoryKind.DRAM)
+            return
+        import torch
+
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
+        self.region = RegisteredRegion(self.bytes.data_ptr(), nbytes, MemoryKind.VRAM, device)
+
+    def samples(self) -> np.ndarray:
+        """One byte of every page, as it is now."""
+        if self.region.memory_kind is MemoryKind.DRAM:
+            return self.bytes[::SAMPLE].copy()
+        return self.bytes[::SAMPLE].cpu().numpy()
+
+
+def devices(path: str) -> tuple[int | None, int | None]:
+    """Of the writer and of what it writes to."""
+    if path != "cuda":
+        return None, None
+    import torch
+
+    return 0, torch.cuda.device_count() - 1
+
+
+def _write(pipe: Connection, size: int, device: int | None) -> None:
     """The writer: alternates two sources, so that every write changes every byte."""
     from kvtransfer.agents import make_agent
     from kvtransfer.agents.base import WriteState
-    from kvtransfer.page_table import MemoryKind, RegisteredRegion
     from kvtransfer.regions import RegionPairs
 
-    sources = np.empty((2, size), np.uint8)
-    sources[0], sources[1] = 1, 2
+    sources = Memory(2 * size, device)
+    sources.bytes[:size], sources.bytes[size:] = 1, 2
     agent = make_agent("nixl", "drain-writer")
-    agent.register([RegisteredRegion(int(sources.ctypes.data), 2 * size, MemoryKind.DRAM)])
-    remote, base = pipe.recv()
-    agent.load_remote(remote, [RegisteredRegion(base, size, MemoryKind.DRAM)])
+    agent.register([sources.region])
+    remote, region = pipe.recv()
+    agent.load_remote(remote, [region])
     pipe.send(agent.path(remote.name))
     row, step = np.arange(0, size, 1 << 20, dtype=np.int64), 1 << 20
-    turn = 0
+    base, turn = region.base_address, 0
     while True:
-        src = int(sources[turn % 2].ctypes.data) + row
+        src = sources.region.base_address + turn % 2 * size + row
         handle = agent.submit(RegionPairs(src, base + row, np.full(len(row), step, np.int64)), remote.name)
         while agent.poll(handle).state is WriteState.IN_FLIGHT:
             time.sleep(0)
@@ -56,42 +89,50 @@ def _write(pipe: Connection, size: int) -> None:
         turn += 1
 
 
-def _trial(agent: Any, memory: np.ndarray, watch_s: float) -> tuple[str, float, float]:
+def _trial(agent: Any, memory: Memory, writes_from: int | None, watch_s: float) -> tuple[str, float, float]:
     """Path, seconds from the kill to the exit report, seconds from that to the last change."""
     ours, theirs = multiprocessing.Pipe()
-    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(theirs, memory.nbytes), daemon=True)
+    arguments = (theirs, memory.region.size_bytes, writes_from)
+    writer = multiprocessing.get_context("spawn").Process(target=_write, args=arguments, daemon=True)
     writer.start()
     theirs.close()
-    ours.send((agent.descriptor(), int(memory.ctypes.data)))
+    ours.send((agent.descriptor(), memory.region))
     path = ours.recv()
     ours.recv()
     time.sleep(random.uniform(0.05, 0.4))
-    before = memory[::SAMPLE].copy()
-    time.sleep(0.1)
-    if np.array_equal(before, memory[::SAMPLE]):
-        raise SystemExit("no bytes land while the writer is alive: the samples prove nothing")
+    _check_that_bytes_land(memory)
     killed = time.monotonic()
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join()
     known = last = time.monotonic()
     # Bytes that land between the kill and the exit report are covered by waiting for the report.
     exit_s = known - killed
-    before = memory[::SAMPLE].copy()
+    before = memory.samples()
     while (now := time.monotonic()) < last + watch_s:
-        after = memory[::SAMPLE].copy()
+        after = memory.samples()
         if not np.array_equal(before, after):
             last, before = now, after
     return path, exit_s, last - known
 
 
+def _check_that_bytes_land(memory: Memory) -> None:
+    before = memory.samples()
+    for _ in range(20):
+        # A whole number of writes may have passed: then the samples are the same.
+        time.sleep(0.1 * random.random())
+        if not np.array_equal(before, memory.samples()):
+            return
+    raise SystemExit("no bytes land while the writer is alive: the samples prove nothing")
+
+
 def _measure(name: str, trials: int, size: int, watch_s: float) -> dict[str, object]:
     from kvtransfer.agents import make_agent
-    from kvtransfer.page_table import MemoryKind, RegisteredRegion
 
-    memory = np.zeros(size, np.uint8)
+    source, target = devices(name)
+    memory = Memory(size, target)
     agent = make_agent("nixl", "drain-reader")
-    agent.register([RegisteredRegion(int(memory.ctypes.data), size, MemoryKind.DRAM)])
-    runs = [_trial(agent, memory, watch_s) for _ in range(trials)]
+    agent.register([memory.region])
+    runs = [_trial(agent, memory, source, watch_s) for _ in range(trials)]
     late = sorted(seconds for *_, seconds in runs)
     return {
         "name": name,
@@ -115,6 +156,11 @@ def rows(found: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _sees_a_gpu() -> bool:
+    # Not by torch in this process: it would start CUDA, and every writer is a process of its own.
+    return shutil.which("nvidia-smi") is not None
+
+
 def main() -> int:
     """Each path runs in a process of its own, since UCX reads its settings once."""
     parser = argument_parser(__doc__)
@@ -131,6 +177,8 @@ def main() -> int:
     trials = min(given.trials, 5) if given.quick else given.trials
     made: list[Row] = []
     for name, transports in PATHS.items():
+        if name == "cuda" and not _sees_a_gpu():
+            continue
         environment = {**os.environ, "UCX_LOG_LEVEL": "fatal"}
         if transports:
             environment["UCX_TLS"] = transports

@@ -82,7 +82,12 @@ def show(title: str, rows: Sequence[Row], json_file: Path | None = None) -> None
         table.add_row(row.name, _number(row.value), row.unit, _number(row.baseline), _number(row.ratio), row.aim, ok)
     Console(width=None if Console().is_terminal else 160).print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+        write(rows, json_file)
+
+
+def write(rows: Sequence[Row], json_file: Path) -> None:
+    """The rows as a list of objects."""
+    json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
 
 
 def _number(value: float | None) -> str:

@@ -20,7 +20,7 @@ from transfer_cases import Case, Side, block_lists, table, table_bytes
 from kvtransfer.agents import make_agent
 from kvtransfer.bounce.copying import copy_rows
 from kvtransfer.bounce.measuring import DEVICE_MOST, HOST_MOST, measure_copies
-from kvtransfer.bounce.memory import make_arena, make_copier
+from kvtransfer.bounce.memory import HOST_ARENA, HostPages, make_arena, make_copier
 from kvtransfer.bounce.policy import BouncePolicy, starting_cost
 from kvtransfer.bounce_ports import Grant, PeerWord, Scattered
 from kvtransfer.cost.book import CostBook
@@ -33,7 +33,7 @@ from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint, T
 from kvtransfer.regions import RegionPairs
 from kvtransfer.session.actions import ToPeer, ToRank
 from kvtransfer.session.bounce_receive import BounceReceive
-from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy
+from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
 from kvtransfer.transceiver.rank import RankTransceiver
 from kvtransfer.transfer import StridedRuns
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from kvtransfer.session.actions import Action
 
 MODEL = ModelFingerprint(b"w" * 16, b"a" * 16, "BF16")
+# Both processes may look all the time.
+SPIN = (os.cpu_count() or 1) > 4
 CONTEXT, GENERATION = ("c", b"c" * 16), ("g", b"g" * 16)
 
 
@@ -104,9 +106,16 @@ class Half:
         self.book = CostBook(starting_cost(self.cache.memory_kind))
         self.book.copying(copies)
         sends = name is CONTEXT
-        self.policy = BouncePolicy(
-            send=region if sends else None, receive=None if sends else region, copier=self.copier, book=self.book
-        )
+        end = "send" if sends else "receive"
+        arenas: dict[str, Any] = {end: region}
+        on_host = None
+        if device is not None:
+            # As a worker has them beside a device: for a peer whose cache lies on the host.
+            pages = HostPages(min(arena, HOST_ARENA))
+            arenas |= {f"host_{end}": pages.region, "lock_host": pages.lock}
+            on_host, kept = host_scratch()
+            self.memory.keep += [pages, kept]
+        self.policy = replace(BouncePolicy(copier=self.copier, book=self.book), **arenas)
         kind = (self.cache.memory_kind, self.cache.device_id)
         page_table, _ = table(side, self.cache.base_address, self.blocks, self.case.layers, kind)
         self.agent = make_agent("nixl", name[0])
@@ -121,7 +130,7 @@ class Half:
             self.events.append,
             time.perf_counter,
             1 << 40,
-            ProbePolicy(scratch),
+            ProbePolicy(scratch, host_scratch=on_host),
             self.policy,
         )
         self.rank.start()
@@ -159,7 +168,7 @@ def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, 
     (loaded,) = half.take()
     pipe.send(loaded)
     pipe.send(half.book.cost(half.agent.path(_remote(half))))
-    spin = busy = (os.cpu_count() or 1) > 4
+    busy = SPIN
     while True:
         # As a rank's thread, which sleeps shortly where a core is not to spare. (A poll with a timeout takes whole ms.)
         wait = 0 if busy else None
@@ -175,9 +184,9 @@ def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, 
                 pipe.send(_raw(half, *message))
             else:
                 half.rank.handle(message)
-        busy = half.rank.poll() or spin
+        busy = half.rank.poll() or SPIN
         said = half.take()
-        if busy and not said and not spin:
+        if busy and not said and not SPIN:
             time.sleep(20e-6)
         for event in said:
             pipe.send(event.body if isinstance(event, PeerWord) else event)
@@ -238,9 +247,10 @@ class Pair:
         self._expected = self._expect(transfer.pairs())
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child, then this side's agent: memory must not go behind a live one."""
         self.pipe.close()
         self.child.join(10)
+        self.half.rank.close()
 
     def raw(self) -> float:
         """Seconds of one contiguous write of the same bytes."""
@@ -265,8 +275,13 @@ class Pair:
         return took, notice
 
     def _wait(self) -> TransferNotice:
+        busy = True
         while True:
-            while self.pipe.poll(0):
+            # As a rank's thread, which sleeps in the kernel while it copies nothing: a core that looks all the time is
+            # missing for the write where there are few.
+            wait = 0 if busy else None
+            while self.pipe.poll(wait):
+                wait = 0
                 message = self.pipe.recv()
                 if isinstance(message, TransferNotice):
                     told = self.hub.screen(CONTEXT, message)
@@ -275,11 +290,14 @@ class Pair:
                 else:
                     self.hub.said(CONTEXT, message)
             self._carry()
-            self.half.rank.poll()
-            for event in self.half.take():
+            busy = self.half.rank.poll() or SPIN
+            events = self.half.take()
+            for event in events:
                 if isinstance(event, Scattered):
                     for _, word in self.hub.scattered(0, event):
                         return word
+            # Room may have come back, which somebody waits for.
+            busy |= bool(events)
 
     def _carry(self) -> None:
         while self.actions:

@@ -53,27 +53,30 @@ class Point:
         return decide(policy, HOST, shape, LIMITS).bounce
 
 
-def measure(device: str, points: int, seed: int = 0, told: Callable[[Point], None] | None = None) -> list[Point]:
+def measure(
+    devices: tuple[int | None, int | None], points: int, seed: int = 0, told: Callable[[Point], None] | None = None
+) -> list[Point]:
     """`points` of them, the same for the same seed."""
     rng = np.random.default_rng(seed)
     # Powers of two of a token's bytes: one head and one layer, so that a block is one fragment for K and one for V.
-    smallest, largest, most = (1, 11, 512 * MIB) if device == "cuda" else (0, 10, 32 * MIB)
+    smallest, largest, most = (1, 11, 512 * MIB) if None not in devices else (0, 10, 32 * MIB)
     sizes = [HEAD_BYTES << exponent for exponent in range(smallest, largest + 1)]
     share: list[int] = np.bincount(rng.integers(0, len(sizes), points), minlength=len(sizes)).tolist()
     found: list[Point] = []
     for size, count in zip(sizes, share, strict=True):
-        for one in _of_size(device, size, count, most, rng):
+        for one in _of_size(devices, size, count, most, rng):
             found.append(one)
             if told is not None:
                 told(one)
     return found
 
 
-def _of_size(device: str, size: int, count: int, most: int, rng: np.random.Generator) -> Iterator[Point]:
+def _of_size(
+    devices: tuple[int | None, int | None], size: int, count: int, most: int, rng: np.random.Generator
+) -> Iterator[Point]:
     block = size // HEAD_BYTES
     most = min(most, size * MOST_FRAGMENTS)
     side = Side(heads=1, block=block)
-    devices = (0, 1) if device == "cuda" else (None, None)
     pair = Pair(Case(f"{size} bytes", side, side, 1, layers=1), most, devices, 512 * MIB)
     try:
         least = max(64 * KIB, 2 * size)

@@ -4,7 +4,7 @@
 #   benchmarks/two_gpus.sh FOLDER [WHEEL]
 #
 # WHEEL: a nixl wheel that is unpacked first, for a machine without an index. Needs torch with triton, numpy, protobuf,
-# grpcio, and the generated code under protos/gen (python protos/generate.py).
+# grpcio, pytest with hypothesis and asyncio, and the generated code under protos/gen (python protos/generate.py).
 set -u
 out=$(realpath -m "${1:?where to write}")
 cd "$(dirname "$0")/.." || exit 2
@@ -29,8 +29,8 @@ nvidia-smi --query-gpu=name,driver_version --format=csv >"$out/machine.txt"
 python3 -c 'import torch, triton; print(torch.__version__, triton.__version__)' >>"$out/machine.txt"
 run="python3 benchmarks/transfer.py --device cuda"
 if command -v compute-sanitizer >/dev/null; then
-    step sanitizer 100 compute-sanitizer --error-exitcode 9 --target-processes all $run --quick --mib 2 \
-        --case NHD "HND to NHD" "blocks of" Mamba
+    step sanitizer 100 compute-sanitizer --error-exitcode 9 \
+        python3 -m pytest -p no:cacheprovider -m gpu -q tests/integration/test_bounce_cuda.py
 fi
 step transfers-256 130 $run --mib 256 --deadline 100 --json "$out/transfers-256.json"
 step transfers-1024 150 $run --mib 1024 --deadline 110 --json "$out/transfers-1024.json"

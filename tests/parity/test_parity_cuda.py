@@ -75,16 +75,26 @@ async def test_float32(fleet: Fleet, llama: Path, row: str) -> None:
     print(f"\n{row}: path {found[0][1].handoff.path}")
 
 
-@pytest.mark.parametrize("row", ["TP1 to TP1", pytest.param("TP2 to TP1", marks=two_gpus)])
+# Three times what has been seen: see docs/parity.md.
+BOUND = 0.25
+LAST = torch.cuda.device_count() - 1
+BF16_ROWS = {
+    "TP1 to TP1": ((0,), (LAST,)),
+    "two ranks on one GPU to TP1": ((0, 0), (0,)),
+    "TP1 to two ranks on one GPU": ((0,), (0, 0)),
+    "TP2 over NCCL to TP1": ((0, 1), (LAST,)),
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=two_gpus) if "NCCL" in row else row for row in BF16_ROWS])
 async def test_bfloat16(fleet: Fleet, llama: Path, row: str) -> None:
     """Cut alike, every log probability is the same float: the cache has arrived bit for bit. Cut otherwise the sums of
     the layers are rounded otherwise: the first token's error comes from the context instance, the others' from the
     cache it has sent."""
-    last = torch.cuda.device_count() - 1
-    context = on(llama, *((0,) if row == "TP1 to TP1" else (0, 1)), dtype="bfloat16")
-    generation = on(llama, last, dtype="bfloat16")
+    context, generation = (on(llama, *devices, dtype="bfloat16") for devices in BF16_ROWS[row])
     found = await compare_bfloat16(fleet, context, generation)
     print(f"\n{row}: {found}")
     if row == "TP1 to TP1":
         assert found.identical
-    assert found.largest < 0.25
+    assert found.steps >= found.steps_in_all / 3
+    assert found.largest < BOUND

@@ -100,15 +100,22 @@ async def test_both_legs_at_once(fleet: Fleet, llama: Path) -> None:
     await check(fleet, Shape(llama, tp=2), Shape(llama), cases(VOCAB), run_at_once)
 
 
-@pytest.mark.parametrize("row", ["two ranks", "two stages, another layout"])
+LAYERED = {
+    "two ranks": ("never", {"tp": 2}, ()),
+    "two stages, another layout": ("never", {"pp": 2}, ("cache.layout=nhd",)),
+    "two stages, another layout, in chunks": ("always", {"pp": 2}, ("cache.layout=nhd",)),
+}
+
+
+@pytest.mark.parametrize("row", LAYERED)
 async def test_layer_by_layer(fleet: Fleet, llama: Path, row: str) -> None:
     """The end of a prompt is sent while its later layers are computed."""
-    settings = ("transfer.layer_wise=true", "logging.level=DEBUG", "transfer.staging_policy=never")
-    context = Shape(llama, tp=2, settings=settings) if row == "two ranks" else Shape(llama, pp=2, settings=settings)
-    generation = Shape(llama) if row == "two ranks" else Shape(llama, settings=("cache.layout=nhd",))
+    policy, sizes, other = LAYERED[row]
+    settings = ("transfer.layer_wise=true", "logging.level=DEBUG", f"transfer.staging_policy={policy}")
+    context, generation = Shape(llama, **sizes, settings=settings), Shape(llama, settings=other)
     await check(fleet, context, generation, cases(VOCAB), run_at_once)
     first, _ = await fleet.pair(context, generation)
-    assert "layer by layer" in first.process.log
+    assert ("layer by layer, bounced" if policy == "always" else "layer by layer: ") in first.process.log
 
 
 async def test_sixteen_at_once(fleet: Fleet, llama: Path) -> None:

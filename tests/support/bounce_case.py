@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_storage import Shape, Storage, rank_info
+from kv_storage import GUARD, Shape, Storage, rank_info
 from kvtransfer import packing
 from kvtransfer.peer_plan import build_plan
 from kvtransfer.ports import TokenRange
@@ -30,11 +29,11 @@ BLOCKS = 8
 
 
 class BounceCase:
-    """Two ranks and one request between them, block lists in no order."""
+    """Two ranks and one request between them, block lists in no order. `storage`: where their memory is."""
 
-    def __init__(self, name: str, seed: int = 0) -> None:
+    def __init__(self, name: str, seed: int = 0, storage: type[Storage] = Storage) -> None:
         (shape, layout, head), (other, other_layout, other_head), tokens = PAIRS[name]
-        self.src, self.dst = Storage(shape, layout, BLOCKS), Storage(other, other_layout, BLOCKS)
+        self.src, self.dst = storage(shape, layout, BLOCKS), storage(other, other_layout, BLOCKS)
         rng = np.random.default_rng(seed)
         self.src.memory[:] = rng.integers(0, 256, len(self.src.memory), np.uint8)
         self.plan = build_plan(rank_info(self.src.page_table(head)), rank_info(self.dst.page_table(other_head)))
@@ -48,12 +47,11 @@ class BounceCase:
     def expected(self) -> bytes:
         """The destination after a direct write, by plain copies."""
         pairs = self.plan.instantiate(self.lists[0], self.lists[1], self.tokens)
-        before = self.dst.memory.copy()
-        for src, dst, length in zip(pairs.src.tolist(), pairs.dst.tolist(), pairs.lengths.tolist(), strict=True):
-            ctypes.memmove(dst, src, length)
-        after = self.dst.memory.tobytes()
-        self.dst.memory[:] = before
-        return after
+        after = self.dst.memory.copy()
+        begins = (pairs.src - self.src.base + GUARD).tolist(), (pairs.dst - self.dst.base + GUARD).tolist()
+        for src, dst, length in zip(*begins, pairs.lengths.tolist(), strict=True):
+            after[dst : dst + length] = self.src.memory[src : src + length]
+        return after.tobytes()
 
     def bounce(self, copier: Copier, parts: int) -> bytes:
         """The destination after the packed bytes went through a chunk, in `parts` parts cut at any byte."""

@@ -22,6 +22,7 @@ from kv_storage import GUARD, MODEL, Shape, Storage
 from kvtransfer.agents.loopback import LoopbackAgent, LoopbackFabric
 from kvtransfer.config import TransferConfig
 from kvtransfer.hub import PairEstimate, PairState, PairStatus, PeerAddress, TransferHub
+from kvtransfer.pools import MemoryKind
 from kvtransfer.ports import Holder, RankBlocks, RankToHub, ReceiveRequest, RequestKey, TokenRange
 from kvtransfer.rank_info import InstanceRole, ModelFingerprint, Topology
 from kvtransfer.transceiver.probing import ProbePolicy
@@ -80,11 +81,13 @@ class Side:
         total_blocks: int = 64,
         probing: ProbePolicy | None = None,
         bouncing: BouncePolicy | None = None,
+        agent: LoopbackAgent | None = None,
+        kind: MemoryKind = MemoryKind.DRAM,
         **settings: float | str,
     ) -> None:
         self.name, self.incarnation = name, os.urandom(16)
-        self.storage = Storage(shape or Shape(), layout, total_blocks)
-        self.agent = LoopbackAgent(name, fabric)
+        self.storage = Storage(shape or Shape(), layout, total_blocks, kind=kind)
+        self.agent = agent or LoopbackAgent(name, fabric)
         self.port, self.pair_log = QueuePort(), list[PairStatus]()
         self.estimates = list[PairEstimate]()
         self.kills, self.stops = list[tuple[int, str]](), list[str]()

@@ -50,12 +50,13 @@ class Shape:
 
 @dataclass
 class Storage:
-    """Memory of one rank: guard bytes, the pools, guard bytes."""
+    """Memory of one rank: guard bytes, the pools, guard bytes. `kind`: what its page table calls it."""
 
     shape: Shape
     layout: str
     blocks: int
     regions: int = 1
+    kind: MemoryKind = MemoryKind.DRAM
     memory: NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,12 +127,12 @@ class Storage:
 
     def _regions(self) -> tuple[RegisteredRegion, ...]:
         if self.regions == 1:
-            return (RegisteredRegion(self.base, self.size, MemoryKind.DRAM),)
+            return (RegisteredRegion(self.base, self.size, self.kind),)
         # Adjacent registrations whose borders fall between buffers.
         step = self.shape.buffer * max(1, self.size // self.shape.buffer // self.regions)
         cuts = [*range(0, self.size - step + 1, step)[: self.regions], self.size]
         spans = pairwise(cuts)
-        return tuple(RegisteredRegion(self.base + a, b - a, MemoryKind.DRAM) for a, b in spans)
+        return tuple(RegisteredRegion(self.base + a, b - a, self.kind) for a, b in spans)
 
     def fill(self, prompt_blocks: NDArray[np.int32], seed: int) -> None:
         """Writes position-coded bytes for every token of the listed blocks, with plain loops."""

@@ -93,6 +93,13 @@ class Fleet:
             second.paired.add(first.info.instance_id)
         return first, second
 
+    async def start(self, *keys: tuple[Shape, str]) -> None:
+        """Instances (shape, role) side by side. All of them have to fit beside those that are alive."""
+        ranks = sum(shape.ranks for shape, _ in keys)
+        if sum(one.ranks for one, _ in self._live) + ranks > self._max_ranks:
+            raise ValueError(f"{ranks} ranks more than the {self._max_ranks} that may be alive")
+        await asyncio.gather(*(self._get(key, key[0].ranks, keep=keys) for key in keys))
+
     async def stop(self, key: tuple[Shape, str]) -> None:
         """Ends an instance; it must hold nothing. One that a test has ended is only forgotten."""
         instance, stack = self._live.pop(key)

@@ -19,6 +19,13 @@ def _plan(options: ClusterOptions, cores: int = 4):
     return {spec.name: (spec, parse_config(spec.settings)) for spec in specs}
 
 
+def test_a_mock_may_have_the_tokenizer_of_a_model():
+    plan = _plan(ClusterOptions(context=1, generation=2, engine="mock", model_path=Path("/models/m")))
+    for _, config in plan.values():
+        assert (config.engine.kind, config.model.tokenizer) == ("mock", "auto")
+        assert (config.model.path, config.model.served_name) == (Path("/models/m"), "m")
+
+
 def test_every_process_finds_the_others():
     plan = _plan(ClusterOptions(context=1, generation=1, unsplit=1, engine="mock"))
     assert list(plan) == ["coordinator", "context-0", "generation-0", "unsplit-0", "router"]

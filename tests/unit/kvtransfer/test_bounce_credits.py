@@ -123,5 +123,5 @@ def test_every_request_is_granted_when_granted_chunks_come_back(users: int, plan
 def test_chunks_are_as_large_as_both_arenas_allow(send: int, receive: int, largest: int):
     mib = 1 << 20
     mine, theirs = (RegisteredRegion(1 << 40, size * mib, MemoryKind.DRAM) for size in (send, receive))
-    limits = BouncePolicy(send=mine).limits(theirs)
+    limits = BouncePolicy(send=mine).limits(mine, theirs)
     assert (limits.smallest, limits.largest // mib) == (mib, largest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from isthmus.v1 import transfer_bounce_pb2
@@ -18,17 +20,21 @@ from kvtransfer.bounce_ports import (
     Scattered,
     ScatterOrder,
 )
-from kvtransfer.errors import WireError
+from kvtransfer.errors import GeometryError, WireError
 from kvtransfer.messages import Envelope
+from kvtransfer.pools import MemoryKind
 from kvtransfer.ports import RankBlocks, RequestKey, TokenRange
 from kvtransfer.rank_info import InstanceRole
 from kvtransfer.wire import bounce
 
 NAME = ChunkName(RequestKey((1 << 40) + 5, 2), 7, 1, 3, 99)
+HOST_CHUNK = BounceChunk(NAME, TokenRange(8, 24), 4096, 8192, 1 << 20, (0, 2), host=True)
 CHUNK = BounceChunk(NAME, TokenRange(8, 24), 4096, 8192, 1 << 20, (0, 2))
 
 
-@pytest.mark.parametrize("body", [ChunkReady(NAME, 1 << 30), Grant(NAME, 1 << 33, 0), CHUNK])
+@pytest.mark.parametrize(
+    "body", [ChunkReady(NAME, 1 << 30), ChunkReady(NAME, 1, host=True), Grant(NAME, 1 << 33, 0), CHUNK, HOST_CHUNK]
+)
 def test_what_hubs_say(body):
     envelope = Envelope(b"a" * 16, b"b" * 16, (body,))
     assert wire.envelope_from_request_bytes(wire.envelope_to_request(envelope).SerializeToString()) == envelope
@@ -66,6 +72,17 @@ def test_an_arena_travels_with_its_rank():
     with_arena = type(info)(info.rank, info.topology, info.page_table, info.agent, arena=arena)
     assert wire.rank_info_from_pb(wire.rank_info_to_pb(with_arena)).arena == arena
     assert arena in with_arena.regions
+
+
+def test_memory_on_the_host_travels_with_a_rank_on_a_device():
+    device, on_host = Storage(Shape(), "slot_major", 4, kind=MemoryKind.VRAM), Storage(Shape(), "slot_major", 1)
+    (region,) = on_host.page_table().regions
+    info = replace(rank_info(device.page_table()), host_scratch=region, host_arena=region)
+    assert wire.rank_info_from_pb(wire.rank_info_to_pb(info)) == info
+    assert info.arena_for(MemoryKind.DRAM) == info.scratch_for(MemoryKind.DRAM) == region
+    assert info.arena_for(MemoryKind.VRAM) is None
+    with pytest.raises(GeometryError, match="must be DRAM"):
+        replace(info, host_arena=replace(region, memory_kind=MemoryKind.VRAM))
 
 
 def changed(**fields: int) -> transfer_bounce_pb2.BounceChunk:

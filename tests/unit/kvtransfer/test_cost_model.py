@@ -136,6 +136,28 @@ def test_the_first_transfer_in_chunks_counts_fully():
     assert book.cost("p").credit_s == pytest.approx(5e-3)
 
 
+def test_what_transfers_have_taught_survives_a_restart_and_a_probe(tmp_path):
+    file, shape = tmp_path / "costs.json", Shape(64 * MIB, 30000, 30000, 1)
+    book = CostBook(HOST, file)
+    probe = PairProbe(0, 0, "p", 8 * MIB, 1e-3, 1e-5, 1e-5 + 8 * MIB / 4e9, 3e-6)
+    book.probed(probe)
+    for _ in range(4):
+        book.staged("p", shape, Staged(1.0, 8 * gather_s(HOST, shape.nbytes, shape.fragments), 5e-3, MIB, 64))
+    again = CostBook(HOST, file)
+    again.copying(Copying(99e9, 99e9, 1e-9))
+    assert again.cost("p") == book.cost("p")
+    assert again.cost("p").credit_s == pytest.approx(5e-3)
+    learnt = book.cost("p")
+    book.probed(replace(probe, per_run=6e-6))
+    assert book.cost("p") == replace(learnt, post_s=6e-6)
+
+
+def test_the_first_direct_write_counts_by_half():
+    book, shape = CostBook(HOST), Shape(MIB, 4096, 4096, 1)
+    book.wrote("p", shape, 9 * direct_s(HOST, shape))
+    assert direct_s(book.cost("p"), shape) == pytest.approx(3 * direct_s(HOST, shape), rel=0.1)
+
+
 def test_a_dry_run_says_which_way_a_measured_pair_would_take():
     small = Storage(StorageShape(heads=2, unit=256), "slot_major", 64)
     context = instance(rank_info(small.page_table()), role=InstanceRole.CONTEXT, name="c")
@@ -149,3 +171,16 @@ def test_a_dry_run_says_which_way_a_measured_pair_would_take():
     plan = dry_run(context, generation, 200, lambda src, dst: fast_runs)
     assert "rank 0 -> rank 0: directly" in plan.explanation
     assert "rank 0 -> rank 0: directly" not in dry_run(context, generation, 200, lambda src, dst: None).explanation
+
+
+@pytest.mark.parametrize("with_arena", [True, False])
+def test_a_dry_run_says_that_caches_lie_in_different_kinds_of_memory(with_arena: bool):
+    tables = [Storage(StorageShape(), "slot_major", 64, kind=kind).page_table() for kind in MemoryKind][:2]
+    context = instance(rank_info(tables[0]), role=InstanceRole.CONTEXT, name="c")
+    arena = RegisteredRegion(1 << 50, 64 * MIB, MemoryKind.DRAM) if with_arena else None
+    generation = instance(replace(rank_info(tables[1]), host_arena=arena))
+    probe = PairProbe(0, 0, "cma", 8 * MIB, 1e-3, 1e-5, 4e-3, 1e-9)
+    text = dry_run(context, generation, 200, lambda src, dst: probe).explanation
+    way = "through host memory on both sides" if with_arena else "directly, hundreds of times slower"
+    assert f"rank 0 -> rank 0: from a cache in DRAM to one in VRAM: {way}" in text
+    assert ("in chunks of" in text) == with_arena

@@ -140,10 +140,14 @@ def test_an_unloaded_remote_is_refused():
         two.submit()
 
 
-def test_memory_of_two_kinds_is_refused():
-    both = [RegisteredRegion(4096, 64, MemoryKind.DRAM), RegisteredRegion(8192, 64, MemoryKind.VRAM)]
-    with pytest.raises(AgentError, match="DRAM, VRAM"):
-        RegionIndex(both, "me")
+def test_one_transfer_names_one_kind_of_memory():
+    both = [RegisteredRegion(4096, 64, MemoryKind.DRAM), RegisteredRegion(8192, 64, MemoryKind.VRAM, 2)]
+    index, size = RegionIndex(both, "me"), np.array([8], np.int64)
+    for address, kind, device in ((4096, MemoryKind.DRAM, 0), (8192, MemoryKind.VRAM, 2)):
+        found, devices = index.devices(np.array([address], np.int64), size)
+        assert (found, devices.tolist()) == (kind, [device])
+    with pytest.raises(AgentError, match="several kinds"):
+        index.devices(np.array([4096, 8192], np.int64), np.array([8, 8], np.int64))
     with pytest.raises(AgentError, match="no memory"):
         RegionIndex([], "me")
 
@@ -152,8 +156,8 @@ def test_devices_come_from_the_region_of_each_run():
     index = RegionIndex(
         [RegisteredRegion(8192, 64, MemoryKind.VRAM, 1), RegisteredRegion(4096, 64, MemoryKind.VRAM, 0)], "me"
     )
-    devices = index.devices(np.array([8192, 4096, 8200], np.int64), np.array([8, 64, 56], np.int64))
-    assert devices.tolist() == [1, 0, 1]
+    kind, devices = index.devices(np.array([8192, 4096, 8200], np.int64), np.array([8, 64, 56], np.int64))
+    assert (kind, devices.tolist()) == (MemoryKind.VRAM, [1, 0, 1])
 
 
 @pytest.mark.parametrize(

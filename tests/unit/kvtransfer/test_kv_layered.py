@@ -8,7 +8,7 @@ import pytest
 from kv_storage import GUARD, Shape, Storage, instance
 from kvtransfer.agents.loopback import LoopbackAgent, LoopbackFabric
 from kvtransfer.bounce.policy import BouncePolicy
-from kvtransfer.bounce_ports import ChunkReady, PeerWord
+from kvtransfer.bounce_ports import BounceChunk, ChunkReady, Grant, MeetSource, PeerWord, ScatterOrder
 from kvtransfer.cost.policies import StagingPolicy
 from kvtransfer.peer_plan import build_plan
 from kvtransfer.pools import RegisteredRegion
@@ -23,7 +23,7 @@ from kvtransfer.ports import (
     WriteOrder,
     WriterOutcome,
 )
-from kvtransfer.rank_info import Topology
+from kvtransfer.rank_info import InstanceRole, Topology
 from kvtransfer.transceiver.layer_progress import LayerProgress
 from kvtransfer.transceiver.layered_write import layer_slices
 from kvtransfer.transceiver.probing import host_scratch
@@ -70,9 +70,9 @@ class World:
         )
         self.rank.start()
         peer_agent, policy = LoopbackAgent("g", fabric), None if arena is None else BouncePolicy(receive=arena)
-        remote = RankTransceiver(self.dst.page_table(), 0, Topology(), peer_agent, [].append, bouncing=policy)
-        remote.start()
-        self.peer = instance(remote.info)
+        self.remote = RankTransceiver(self.dst.page_table(), 0, Topology(), peer_agent, [].append, bouncing=policy)
+        self.remote.start()
+        self.peer = instance(self.remote.info)
         self.rank.handle(LoadPeer(self.peer, bounce=arena is not None))
         self.src.fill(np.arange(BLOCKS, dtype=I32), seed=1)
         self.before = self.dst.memory.copy()
@@ -150,6 +150,22 @@ def test_a_step_that_is_over_is_written_at_once():
     np.testing.assert_array_equal(world.dst.memory, world.expected(3))
 
 
+def test_a_poll_says_whether_it_has_posted():
+    """The thread that polls sleeps longer and longer while nothing happens, and not after a post."""
+    world = World("slot_major")
+    world.order(step=1)
+    world.layers.begin()
+    said: list[bool] = []
+    for layer in range(3):
+        world.rank.poll()
+        world.rank.poll()
+        said.append(world.rank.posted)
+        world.layers.done(layer + 1)
+        world.rank.poll()
+        said.append(world.rank.posted)
+    assert said == [False, True] * 3
+
+
 def test_an_order_of_a_later_step_waits_for_it():
     world = World("slot_major")
     world.layers.begin()
@@ -212,18 +228,82 @@ def test_progress_is_of_one_step_and_in_order():
     assert not layers.reached(2, 0)
 
 
-def test_chunks_wait_until_the_step_is_over():
-    (send, keep), (receive, also) = host_scratch(1 << 20), host_scratch(1 << 20)
-    world = World("slot_major", bouncing=BouncePolicy(send=send, staging=StagingPolicy.ALWAYS), arena=receive)
+class Arenas:
+    """The hubs between a world's rank and its peer: every chunk that is asked for gets room, and is scattered."""
+
+    def __init__(self, destination: str) -> None:
+        (send, keep), (receive, also) = host_scratch(1 << 20), host_scratch(1 << 20)
+        self.keep = keep, also
+        bouncing = BouncePolicy(send=send, staging=StagingPolicy.ALWAYS)
+        self.world = World("slot_major", destination, bouncing=bouncing, arena=receive)
+        # Layers of the chunks that were asked for, by what has been computed at that time.
+        self.told: list[BounceChunk] = []
+        own = instance(self.world.rank.info, role=InstanceRole.CONTEXT)
+        self.who = own.instance_id, own.incarnation
+        self.world.remote.handle(MeetSource(own, self.world.peer))
+
+    def poll(self) -> None:
+        world = self.world
+        for _ in range(20):
+            world.rank.poll()
+            world.remote.poll()
+            words, world.events[:] = (
+                [one for one in world.events if isinstance(one, PeerWord)],
+                [one for one in world.events if not isinstance(one, PeerWord)],
+            )
+            for one in words:
+                if isinstance(one.body, ChunkReady):
+                    world.rank.handle(Grant(one.body.name, 0, one.body.nbytes))
+                else:
+                    self.told.append(one.body)
+                    lists = (RankBlocks(0, 0, np.array([5, 0], I32)),)
+                    world.remote.handle(ScatterOrder(*self.who, one.body, TokenRange(0, 7), lists))
+
+
+@pytest.mark.parametrize("destination", ["slot_major", "layer_major", "slot_major_gaps"])
+def test_chunks_go_layer_by_layer_too(destination: str):
+    """In a layer-major destination all K are packed before all V: a layer's two chunks lie far apart."""
+    arenas = Arenas(destination)
+    world = arenas.world
     world.order(step=1)
-    world.poll()
+    arenas.poll()
+    assert arenas.told == [], "no room is asked for before the step"
     world.layers.begin()
+    for layer in range(3):
+        event = Event()
+        world.layers.done(layer + 1, event)
+        arenas.poll()
+        np.testing.assert_array_equal(world.dst.memory, world.expected(layer))
+        event.reached = True
+        arenas.poll()
+        np.testing.assert_array_equal(world.dst.memory, world.expected(layer + 1))
+    assert len(arenas.told) == (6 if destination == "layer_major" else 3)
+    notice = world.notice()
+    assert notice.outcome is WriterOutcome.DELIVERED
+    assert notice.stats.why.startswith("layer by layer, bounced")
+    assert notice.stats.bounced == 12 * world.src.shape.buffer
+
+
+def test_chunks_of_a_step_that_is_over_are_cut_as_ever():
+    arenas = Arenas("layer_major")
+    arenas.world.layers.begin()
+    arenas.world.layers.end()
+    arenas.world.order(step=1)
+    arenas.poll()
+    assert len(arenas.told) == 1
+    np.testing.assert_array_equal(arenas.world.dst.memory, arenas.world.expected(3))
+
+
+def test_a_cancel_between_chunks_of_layers():
+    arenas = Arenas("layer_major")
+    world = arenas.world
+    world.order(step=1)
+    world.layers.begin()
+    world.layers.done(1)
+    arenas.poll()
+    world.rank.handle(CancelWrite(KEY))
     world.layers.done(3)
-    world.poll()
-    assert world.events == [], "no room is asked for while the step goes on"
     world.layers.end()
-    world.poll()
-    (word,) = world.events
-    assert isinstance(word, PeerWord)
-    assert isinstance(word.body, ChunkReady)
-    assert keep.nbytes == also.nbytes
+    arenas.poll()
+    assert world.notice().outcome is WriterOutcome.QUIESCED
+    np.testing.assert_array_equal(world.dst.memory, world.expected(1))

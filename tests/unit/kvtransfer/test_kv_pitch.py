@@ -10,6 +10,7 @@ import pytest
 
 from kv_storage import rank_info
 from kvtransfer.errors import GeometryError, WireError
+from kvtransfer.packing import pack_source
 from kvtransfer.page_table import (
     AttentionGroup,
     BufferEntries,
@@ -134,6 +135,15 @@ def test_lanes_of_equal_storages_move_together():
     assert count == 1
     count, _ = move(Cache(range(3), 4, MapperKind.HND, True), Cache(range(1, 2), 4, MapperKind.HND, True), 4)
     assert count == LAYERS
+
+
+def test_joined_lanes_keep_their_layer():
+    caches = Cache(range(3), 4, MapperKind.HND, True), Cache(range(3), 4, MapperKind.HND, True)
+    plan = build_plan(*(rank_info(one.table()) for one in caches))
+    lists = {0: np.arange(2, dtype=np.int32)}
+    packed = pack_source(plan, lists, lists, TokenRange(0, 8))
+    bits = packed.nbytes * 8 // LAYERS
+    assert packed.layers().tolist() == [[0, bits, 0], [bits, 2 * bits, 1]]
 
 
 def test_bytes_between_the_units_are_left_alone():

@@ -126,3 +126,16 @@ def test_every_group_needs_its_lists():
         ):
             with pytest.raises(PlanError, match=f"layer group {missing}"):
                 plan.instantiate(*lists, TokenRange(0, 12))
+
+
+def test_long_lists_are_checked_as_short_ones():
+    """Short lists are looked at one by one, long ones as arrays."""
+    model, count = attention(), 100
+    roles, slots = (InstanceRole.CONTEXT, InstanceRole.GENERATION), (2 * count,) * len(model.groups)
+    a, b = (build_instance(model, deploy(model, block=4), slots, one, one.name).info for one in roles)
+    plan, tokens = build_instance_plans(a, b)[0], TokenRange(0, 4 * count)
+    plan.check_destination(ids(*range(count, 2 * count)), tokens)
+    plan.check_destination(ids(*([-1] * 50), *range(50)), tokens)
+    for wrong, problem in ((0, "names block 0 twice"), (2 * count, f"names block {2 * count}"), (-2, "names block -2")):
+        with pytest.raises(PlanError, match=problem):
+            plan.check_destination(ids(*range(count - 1), wrong), tokens)

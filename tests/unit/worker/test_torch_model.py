@@ -224,9 +224,8 @@ def test_the_reason_against_flashinfer_is_told(
         choose_attention("flashinfer", made, dtype, torch.device("cuda"))
 
 
-def test_flashinfer_for_windows_has_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_is_chosen_for_windows_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isthmus_worker.torch_engine.attention.why_not_flashinfer", lambda *_: None)
     made = read_config(tiny_model(tmp_path / "model", "Mistral", head_dim=64, sliding_window=64))
     chosen = [choose_attention(asked, made, torch.bfloat16, torch.device("cuda")) for asked in ("auto", "flashinfer")]
-    assert [one.name for one in chosen] == ["sdpa", "flashinfer"]
-    assert "layers with a sliding window" in chosen[0].reason
+    assert [one.name for one in chosen] == ["flashinfer", "flashinfer"]

@@ -140,7 +140,7 @@ def _defaults(options: ClusterOptions, cores: int) -> Settings:
 def _common(options: ClusterOptions) -> Settings:
     """Settings that all processes share and the options decide."""
     model: Settings = {}
-    if options.engine == "mock":
+    if options.engine == "mock" and options.model_path is None:
         model = {"name": options.model_name or "mock", "tokenizer": "byte"}
     elif options.model_path is not None:
         model = {"path": str(options.model_path), "name": options.model_name or options.model_path.name}

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvtransfer.group_plan import GroupPlan, GroupSide
 
 NO_BLOCK = -1
+# Up to here a loop in C over Python numbers takes less time than starting one over an array.
+_FEW = 64
 
 
 def first_block(side: GroupSide, begin: int, prompt: int) -> int:
@@ -44,10 +46,11 @@ def destination_list(
         what = "the state of one sequence" if group.recurrent else f"tokens [{begin}, {prompt})"
         unit = "slots" if group.recurrent else f"blocks of {group.dst.block} tokens"
         raise PlanError(f"destination group {number} lists {len(blocks)} blocks, {what} fill {count} {unit}")
-    named = np.sort(blocks[blocks != NO_BLOCK])
-    twice = named[:-1][named[:-1] == named[1:]]
-    if len(twice):
-        raise PlanError(f"destination group {number} names block {int(twice[0])} twice")
+    if len(blocks) > _FEW or len(set(blocks.tolist())) < len(blocks):
+        named = np.sort(blocks[blocks != NO_BLOCK])
+        twice = named[:-1][named[:-1] == named[1:]]
+        if len(twice):
+            raise PlanError(f"destination group {number} names block {int(twice[0])} twice")
     return blocks
 
 
@@ -78,7 +81,15 @@ def pick_source(
 def _in_range(blocks: NDArray[np.int32], limit: int, what: str) -> NDArray[np.int64]:
     if blocks.ndim != 1 or blocks.dtype != np.int32:
         raise PlanError(f"{what}: blocks must be 1-d int32, not {blocks.dtype}{list(blocks.shape)}")
-    if len(blocks) and (int(blocks.min()) < NO_BLOCK or int(blocks.max()) >= limit):
+    if len(blocks) and not _all_in(blocks, limit):
         wrong = blocks[(blocks < NO_BLOCK) | (blocks >= limit)]
         raise PlanError(f"{what} names block {int(wrong[0])}, blocks lie in [0, {limit}), -1 is none")
     return blocks.astype(np.int64)
+
+
+def _all_in(blocks: NDArray[np.int32], limit: int) -> bool:
+    """True when every block, there is at least one, is NO_BLOCK or in [0, limit)."""
+    if len(blocks) <= _FEW:
+        values = blocks.tolist()
+        return min(values) >= NO_BLOCK and max(values) < limit
+    return int(blocks.min()) >= NO_BLOCK and int(blocks.max()) < limit

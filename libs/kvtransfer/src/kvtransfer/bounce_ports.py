@@ -34,11 +34,12 @@ class ChunkName:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReady:
-    """Context to generation: `nbytes` of source data exist and wait for room in the arena of the destination rank.
-    Answered by a Grant, unless the attempt ends first."""
+    """Context to generation: `nbytes` of source data exist and wait for room in the arena of the destination rank, in
+    its arena on the host (`host`) if it has two. Answered by a Grant, unless the attempt ends first."""
 
     name: ChunkName
     nbytes: int
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class BounceChunk:
     """Context to generation: the packed bytes [begin, end) of a chunk of tokens lie at `offset` of the arena.
 
     `window`: tokens of the chunk. `layer_groups`: groups of the destination that are packed, in order; the others were
-    written directly. The grant of that name is used up.
+    written directly. `host`: as it was asked for. The grant of that name is used up.
     """
 
     name: ChunkName
@@ -65,6 +66,7 @@ class BounceChunk:
     end: int
     offset: int
     layer_groups: tuple[int, ...]
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class Side:
 @dataclass(frozen=True, slots=True, eq=False)
 class BufferPairs:
     """Pair i moves units [lo[i], hi[i]), `unit_bytes[i]` each in sections. `buffer`: number of the destination buffer
-    in packing order (layer group, pool, layer, view, n-th buffer of the layer)."""
+    in packing order (layer group, pool, layer, view, n-th buffer of the layer); `layer`: global; of joined lanes the
+    last."""
 
     src: Side
     dst: Side
@@ -63,6 +64,7 @@ class BufferPairs:
     hi: NDArray[np.int64]
     unit_bytes: NDArray[np.int64]
     buffer: NDArray[np.int64]
+    layer: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.lo)
@@ -76,6 +78,7 @@ class BufferPairs:
             self.hi[index],
             self.unit_bytes[index],
             self.buffer[index],
+            self.layer[index],
         )
 
 
@@ -89,7 +92,7 @@ def buffer_pairs(src: Holdings, dst: Holdings, atoms: Atoms, tables: tuple[PageT
     layer = dst.layer[atoms.dst_row[which]]
     order = (nth, dst.column("view")[part], layer, dst.column("pool")[part], right.group)
     unit = dst.column("unit_bytes")[part]
-    return join_lanes(BufferPairs(left, right, atoms.lo[which], atoms.hi[which], unit, _numbers(order)))
+    return join_lanes(BufferPairs(left, right, atoms.lo[which], atoms.hi[which], unit, _numbers(order), layer))
 
 
 def _side(holdings: Holdings, row: NDArray[np.int64], entry: NDArray[np.int64], table: PageTable) -> Side:

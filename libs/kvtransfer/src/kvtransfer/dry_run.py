@@ -78,24 +78,36 @@ def dry_run(local: InstanceInfo, peer: InstanceInfo, prompt_tokens: int, measure
         probe = measured(plan.src_rank, plan.dst_rank)
         path = "" if probe is None else probe.path
         expected = None if probe is None else probe.expected(transfer.nbytes, transfer.fragments)
-        arena = generation.ranks[plan.dst_rank].arena
+        mine, theirs = (table.memory_kind for table in plan.tables)
+        arena, pair = generation.ranks[plan.dst_rank].arena_for(mine), f"rank {plan.src_rank} -> rank {plan.dst_rank}"
+        if mine is not theirs:
+            ways.append(f"{pair}: {_across_text(mine, theirs, arena)}")
         if probe is not None and expected is not None and arena is not None:
-            decision = _decision(transfer, probe, arena)
+            decision = _decision(transfer, probe, arena, StagingPolicy.COST if mine is theirs else StagingPolicy.ALWAYS)
             expected = decision.bounced if decision.bounce else decision.direct
-            ways.append(f"rank {plan.src_rank} -> rank {plan.dst_rank}: {_way_text(decision)}")
+            ways.append(f"{pair}: {_way_text(decision)}")
         writes.append(PlannedWrite(plan.src_rank, plan.dst_rank, transfer.nbytes, transfer.fragments, path, expected))
     text = "\n".join([explain(context, generation, tokens), *ways])
     return DryRun(context.instance_id, generation.instance_id, (), tuple(writes), text)
 
 
-def _decision(transfer: Transfer, probe: PairProbe, arena: RegisteredRegion) -> Decision:
+def _across_text(mine: MemoryKind, theirs: MemoryKind, arena: RegisteredRegion | None) -> str:
+    way = (
+        "through host memory on both sides"
+        if arena is not None
+        else "directly, hundreds of times slower: no host arena"
+    )
+    return f"from a cache in {mine.name} to one in {theirs.name}: {way}"
+
+
+def _decision(transfer: Transfer, probe: PairProbe, arena: RegisteredRegion, policy: StagingPolicy) -> Decision:
     """What the cost model says by the last probe; the copies of the ranks are assumed, only they have measured them."""
     device = arena.memory_kind is MemoryKind.VRAM
     book = CostBook(DEVICE if device else HOST)
     book.probed(probe)
     shape = Shape(transfer.nbytes, transfer.fragments, transfer.fragments, 0)
     limits = ChunkLimits(SMALLEST_CHUNK, max(SMALLEST_CHUNK, arena.size_bytes // CHUNKS_AT_ONCE))
-    return decide(StagingPolicy.COST, book.cost(probe.path), shape, limits)
+    return decide(policy, book.cost(probe.path), shape, limits)
 
 
 def _way_text(decision: Decision) -> str:

@@ -105,6 +105,14 @@ class GroupPlan:
         return bundle(self.cut_runs)
 
     @cached_property
+    def layer_of_buffer(self) -> NDArray[np.int64]:
+        """Global layer of each buffer by its number in packing order."""
+        pairs = self.buffers
+        layers = np.zeros(int(pairs.buffer.max()) + 1, np.int64)
+        np.maximum.at(layers, pairs.buffer, pairs.layer)
+        return layers
+
+    @cached_property
     def bits_per_token(self) -> int:
         """Bits of a token, or of a state, over all buffers."""
         return int(self.any_runs.unit.sum())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.block_lists import NO_BLOCK, destination_list, first_block, pick_source, source_list
-from kvtransfer.pieces import Pieces, cut
+from kvtransfer.pieces import Pieces, cut, lengths
 from kvtransfer.run_table import UnalignedSlice
 from kvtransfer.transfer import Grid
 from kvtransfer.windows import window_of
@@ -57,6 +57,9 @@ class Placed:
         )
 
 
+_NONE = Placed(*(np.empty(0, np.int64) for _ in range(6)))
+
+
 def wanted_from(chunk: Chunk, begins: Begins, group: int) -> int:
     """First token that the destination lists."""
     return max(chunk.prompt.begin, (begins or {}).get(group, 0))
@@ -84,7 +87,8 @@ def place_destination(group: GroupPlan, dst_blocks: BlockLists, chunk: Chunk, ds
     pieces = cut_window(group, group_window(group, chunk, dst_begins), prompt)
     ordinal, dst_phase = np.divmod(pieces.dst, group.dst.block)
     dst = listed[ordinal - (0 if group.recurrent else first_block(group.dst, begin, prompt))]
-    src, src_phase = np.divmod(pieces.src, group.src.block)
+    alike = pieces.src is pieces.dst and group.src.block == group.dst.block
+    src, src_phase = (ordinal, dst_phase) if alike else np.divmod(pieces.src, group.src.block)
     placed = Placed(src, dst, src_phase, dst_phase, pieces.count, ordinal)
     wanted = dst != NO_BLOCK
     return placed if wanted.all() else placed.take(wanted)
@@ -111,7 +115,7 @@ def split(group: GroupPlan, placed: Placed) -> tuple[Placed, Placed]:
     """(whole blocks on both sides, the others). Raises UnalignedSlice when one of the others would cut a byte."""
     full = group.full_blocks(placed.src_phase, placed.dst_phase, placed.count)
     if full.all():
-        return placed, placed.take(~full)
+        return placed, _NONE
     rest = placed.take(~full)
     if not group.byte_grained:
         grain = int(np.gcd.reduce(np.concatenate((rest.src_phase, rest.dst_phase, rest.count))))
@@ -138,8 +142,8 @@ def _consecutive(full: Placed) -> tuple[Placed, NDArray[np.int64]]:
         full = full.take(np.argsort(full.src, kind="stable"))
     new = np.ones(len(full), np.bool_)
     new[1:] = (full.src[1:] - full.src[:-1] != 1) | (full.dst[1:] - full.dst[:-1] != 1)
-    first = np.flatnonzero(new)
-    return full.take(first), np.diff(first, append=len(full))
+    first = new.nonzero()[0]
+    return full.take(first), lengths(first, len(full))
 
 
 def _whole(one: Bundle, full: Placed, joined: tuple[Placed, NDArray[np.int64]] | None, tokens: int) -> Grid:

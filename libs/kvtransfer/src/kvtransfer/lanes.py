@@ -38,16 +38,18 @@ def join_lanes(pairs: BufferPairs) -> BufferPairs:
     for column in columns:
         follows &= column[order][:-1] == column[order][1:]
     keep, size, pitch = np.ones(len(pairs), np.bool_), (src.size.copy(), dst.size.copy()), src.pitch.copy()
+    layer = np.array(pairs.layer)
     for first, last in _full(follows, width, src.pitch[rows]):
         joined = rows[first : last + 1]
         for total, side in zip(size, (src, dst), strict=True):
             total[joined[0]] = side.size[joined].sum()
-        pitch[joined[0]] = 0
+        pitch[joined[0]], layer[joined[0]] = 0, layer[joined].max()
         keep[joined[1:]] = False
     whole = replace(
         pairs,
         src=replace(src, size=size[0], pitch=pitch),
         dst=replace(dst, size=size[1], pitch=np.where(pitch, dst.pitch, 0)),
+        layer=layer,
     )
     return whole.take(np.flatnonzero(keep))
 

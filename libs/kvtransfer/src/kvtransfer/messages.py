@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtransfer.bounce_ports import BounceChunk, ChunkReady, Grant
 from kvtransfer.ports import Incompatibility, RankBlocks, RequestKey, TokenRange, TraceContext, TransferNotice
@@ -77,13 +77,13 @@ class Reject:
     incompatibilities: tuple[Incompatibility, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KvRequest:
+class KvRequest(NamedTuple):
     """Generation asks attention-dp group `src_dp` for `tokens` and exposes `destinations`: blocks from tokens.begin,
     all ranks in one message.
 
     `receive` counts the KvRequests of one generation incarnation from 1 on: no answer to an earlier one and no late
-    copy can be taken for this one. `may_retry`: after a failure the pages are kept for one more KvRequest.
+    copy can be taken for this one. `may_retry`: after a failure the pages are kept for one more KvRequest. A tuple, as
+    all that every request says: it is made in a third of the time.
     """
 
     key: RequestKey
@@ -231,14 +231,13 @@ PeerBody = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """One ConnectRequest or ConnectResponse: everything that was queued, in order. `dst_incarnation` is empty in the
     generation side's envelopes until Welcome."""
 
     src_incarnation: bytes
     dst_incarnation: bytes
-    messages: tuple[PeerBody, ...] = field(default=())
+    messages: tuple[PeerBody, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class RunPlaces:
     """Columns of R runs. `address`, `stride` (slot to slot) in bytes; `step` (token to token in a block) and `unit` in
     bits. Of the packed range, in bits: `base`, begin of the run's buffer; `row`, a token of the buffer; `prefix`, the
-    runs of that token before this one; `end` of the buffer. `token_major`: how the buffer is laid out."""
+    runs of that token before this one; `end` of the buffer. `token_major`: how the buffer is laid out. `layer`: global
+    number of the buffer's."""
 
     address: NDArray[np.int64]
     stride: NDArray[np.int64]
@@ -34,6 +35,7 @@ class RunPlaces:
     prefix: NDArray[np.int64]
     token_major: NDArray[np.bool_]
     end: NDArray[np.int64]
+    layer: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +106,11 @@ class Packed:
     def whole_bytes(self) -> bool:
         """True when every token of every run is made of whole bytes, and so are all steps."""
         return not any((grid.runs.unit & 7).any() for grid in self.grids)
+
+    def layers(self) -> NDArray[np.int64]:
+        """[buffers, 3]: begin and end in packed bits, and global layer, in packed order."""
+        columns = [np.stack((one.runs.base, one.runs.end, one.runs.layer), axis=1) for one in self.grids]
+        return np.unique(np.concatenate(columns), axis=0) if columns else np.zeros((0, 3), np.int64)
 
     def part(self, begin: int, end: int) -> StridedRuns:
         """The packed bytes [begin, end): packed offsets count from `begin`."""

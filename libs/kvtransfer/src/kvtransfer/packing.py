@@ -136,7 +136,8 @@ def packed_grids(group: GroupPlan, placed: Placed, at: int, *, reads: bool) -> l
         where = PiecePlaces(block, phase, block_begin[chosen], block_tokens[chosen], within[chosen], pieces.count)
         address = (runs.src, runs.src_stride, runs.src_step) if reads else (runs.dst, runs.dst_stride, runs.dst_step)
         major = runs.token_major == 1
-        columns = RunPlaces(*address, runs.unit, base + 8 * at, row, prefix, major, base + 8 * at + row * total)
+        begin, layer = base + 8 * at, group.layer_of_buffer[runs.buffer]
+        columns = RunPlaces(*address, runs.unit, begin, row, prefix, major, begin + row * total, layer)
         made.append(PackedGrid(columns, where, reads=reads))
     return made
 

@@ -37,6 +37,11 @@ class PageTable:
     groups: tuple[LayerGroup, ...]
     extra: bytes = b""
 
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """Where the cache lies; DRAM for a rank without any. `validate` has seen that it is one kind."""
+        return self.regions[0].memory_kind if self.regions else MemoryKind.DRAM
+
     def validate(self) -> None:
         """Raises GeometryError unless every buffer of every slot lies inside exactly one registered region, no two
         buffers of a group share a byte, all sizes divide exactly and all addresses stay below 2^63."""

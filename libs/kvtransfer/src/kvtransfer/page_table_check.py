@@ -73,6 +73,9 @@ def _roles_once(group: LayerGroup, field: str) -> None:
 def _sorted_regions(table: PageTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if not table.regions:
         raise GeometryError("regions", "()", "nothing is registered")
+    kinds = sorted({region.memory_kind.name for region in table.regions})
+    if len(kinds) > 1:
+        raise GeometryError("regions.memory_kind", ", ".join(kinds), "one rank keeps its cache in one kind of memory")
     regions = sorted(table.regions, key=lambda region: region.base_address)
     for before, after in pairwise(regions):
         if before.end > after.base_address:

@@ -47,13 +47,21 @@ def cut(window: Window, prompt: int, src: Shard, src_block: int, dst: Shard, dst
         starts = _starts(begin, end, src_block)
         if src_block != dst_block:
             starts = np.union1d(starts, _starts(begin, end, dst_block))
-        return Pieces(starts, starts, np.diff(starts, append=end))
+        return Pieces(starts, starts, lengths(starts, end))
     cuts = (src.borders(begin, end, src_block, prompt), dst.borders(begin, end, dst_block, prompt))
     starts = np.unique(np.concatenate((np.array([begin], np.int64), *cuts)))
-    count = np.diff(starts, append=end)
+    count = lengths(starts, end)
     mine, yours = src.locals_of(starts, prompt), dst.locals_of(starts, prompt)
     both = (mine >= 0) & (yours >= 0)
     return Pieces(mine[both], yours[both], count[both])
+
+
+def lengths(starts: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+    """Of the stretches that begin at `starts`, ascending and not empty; the last one goes up to `end`."""
+    found = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=found[:-1])
+    found[-1] = end - starts[-1]
+    return found
 
 
 def _starts(begin: int, end: int, block: int) -> NDArray[np.int64]:

@@ -7,12 +7,15 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtransfer.errors import GeometryError
+from kvtransfer.pools import MemoryKind
 
 if TYPE_CHECKING:
     from kvtransfer.page_table import PageTable
     from kvtransfer.pools import RegisteredRegion
 
 INCARNATION_BYTES = 16
+# Regions of a rank beside its cache.
+_BESIDE = ("scratch", "arena", "host_scratch", "host_arena")
 
 
 class InstanceRole(Enum):
@@ -90,7 +93,9 @@ class RankInfo:
     """Everything a peer must know about one rank before the first byte moves. `extra`: as in PageTable.
 
     `scratch`: memory that holds nothing; peers may write to it at any time to measure the way. `arena`: memory for
-    chunks of peers, each written after a Grant; None: this rank takes none.
+    chunks of peers, each written after a Grant; None: this rank takes none. Both lie where the cache does;
+    `host_scratch` and `host_arena` are those on the host of a rank whose cache is elsewhere, for peers whose cache is
+    not.
     """
 
     rank: int
@@ -100,19 +105,38 @@ class RankInfo:
     extra: bytes = b""
     scratch: RegisteredRegion | None = None
     arena: RegisteredRegion | None = None
+    host_scratch: RegisteredRegion | None = None
+    host_arena: RegisteredRegion | None = None
 
     def __post_init__(self) -> None:
         if self.rank != self.topology.flat_rank:
             raise GeometryError("rank", self.rank, f"topology says flat rank {self.topology.flat_rank}")
-        for name in ("scratch", "arena"):
+        for name in _BESIDE:
             extra: RegisteredRegion | None = getattr(self, name)
-            if extra is not None and any(region.overlaps(extra) for region in self.page_table.regions):
+            if extra is None:
+                continue
+            if any(region.overlaps(extra) for region in self.page_table.regions):
                 raise GeometryError(f"{name}.base_address", f"{extra.base_address:#x}", "overlaps the cache")
+            if name.startswith("host") and extra.memory_kind is not MemoryKind.DRAM:
+                raise GeometryError(f"{name}.memory_kind", extra.memory_kind.name, "must be DRAM")
 
     @property
     def regions(self) -> tuple[RegisteredRegion, ...]:
         """Everything that is registered with the agent."""
-        return (*self.page_table.regions, *(one for one in (self.scratch, self.arena) if one is not None))
+        beside = (self.scratch, self.arena, self.host_scratch, self.host_arena)
+        return (*self.page_table.regions, *(one for one in beside if one is not None))
+
+    def scratch_for(self, peer: MemoryKind) -> RegisteredRegion | None:
+        """Where to measure with a peer whose cache lies in that kind of memory: in that kind, or on both hosts."""
+        return self.scratch if self._meets(peer) else self.host_scratch
+
+    def arena_for(self, peer: MemoryKind) -> RegisteredRegion | None:
+        """The arena for chunks of a peer whose cache lies in that kind of memory."""
+        return self.arena if self._meets(peer) else self.host_arena
+
+    def _meets(self, peer: MemoryKind) -> bool:
+        mine = self.page_table.memory_kind
+        return mine is peer or mine is MemoryKind.DRAM
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,30 +158,31 @@ class RegionIndex:
     """Registered regions of one side, sorted, for checking whole arrays of runs at once."""
 
     def __init__(self, regions: Sequence[RegisteredRegion], owner: str) -> None:
-        """Raises AgentError when the list is empty or mixes kinds of memory: one write names one kind per side."""
+        """Raises AgentError when the list is empty."""
         if not regions:
             raise AgentError(f"{owner} registers no memory")
-        kinds = {region.memory_kind for region in regions}
-        if len(kinds) > 1:
-            names = ", ".join(sorted(kind.name for kind in kinds))
-            raise AgentError(f"{owner} registers {names} memory together; one rank keeps its cache in one kind")
         ordered = sorted(regions, key=lambda region: region.base_address)
         self.owner = owner
         self.regions = tuple(ordered)
-        self.memory_kind: MemoryKind = ordered[0].memory_kind
+        self.kinds = frozenset(region.memory_kind for region in ordered)
         self._starts = np.array([region.base_address for region in ordered], np.int64)
         self._ends = np.array([region.end for region in ordered], np.int64)
         self._devices = np.array([region.device_id for region in ordered], np.int64)
+        self._kinds = np.array([region.memory_kind.value for region in ordered], np.int64)
 
-    def devices(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Device of every run, int64[N]. Raises AgentError naming the first run outside one registered region."""
+    def devices(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[MemoryKind, NDArray[np.int64]]:
+        """Kind of memory of all runs, and the device of each, int64[N]. Raises AgentError naming the first run outside
+        one registered region, or when they lie in several kinds of memory: a transfer names one kind per side."""
         index = np.searchsorted(self._starts, addresses, side="right") - 1
         wrong = np.flatnonzero((index < 0) | (addresses + lengths > self._ends[index]) | (lengths <= 0))
         if len(wrong):
             at = wrong[0]
             run = f"{int(addresses[at]):#x} + {int(lengths[at])}"
             raise AgentError(f"run {run} is not inside one registered region of {self.owner}")
-        return self._devices[index]
+        kind = self.regions[int(index[0])].memory_kind
+        if len(self.kinds) > 1 and (self._kinds[index] != kind.value).any():
+            raise AgentError(f"a transfer names memory of {self.owner} of several kinds: post one for each of them")
+        return kind, self._devices[index]
 
     def covers(self, regions: Sequence[RegisteredRegion]) -> bool:
         """True when every region lies inside one of these."""
@@ -189,3 +190,11 @@ class RegionIndex:
             any(one.base_address <= region.base_address and region.end <= one.end for one in self.regions)
             for region in regions
         )
+
+
+def by_kind(regions: Sequence[RegisteredRegion]) -> dict[MemoryKind, list[RegisteredRegion]]:
+    """The regions of each kind of memory, in order."""
+    found: dict[MemoryKind, list[RegisteredRegion]] = {}
+    for region in regions:
+        found.setdefault(region.memory_kind, []).append(region)
+    return found

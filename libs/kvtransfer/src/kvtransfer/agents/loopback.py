@@ -141,7 +141,9 @@ DEFAULT_FABRIC = LoopbackFabric()
 
 class LoopbackAgent:
     """See `agents.base.Agent`. `delay_polls`, `hold`, `fail_next` and `lose_next` script the writes posted from now
-    on."""
+    on. `memory_kinds`: what it takes; all of it is copied as host memory."""
+
+    memory_kinds = MEMORY_KINDS
 
     def __init__(self, label: str, fabric: LoopbackFabric = DEFAULT_FABRIC) -> None:
         self._name = unique_agent_name(label)
@@ -161,7 +163,7 @@ class LoopbackAgent:
 
     @property
     def capabilities(self) -> AgentCapabilities:
-        return AgentCapabilities("loopback", MEMORY_KINDS, (PATH,), (), (BACKEND,))
+        return AgentCapabilities("loopback", self.memory_kinds, (PATH,), (), (BACKEND,))
 
     def lose_next(self, *, landed: bool) -> None:
         """The next write is never over for this agent: its bytes land all the same (`landed`) or never."""
@@ -176,7 +178,7 @@ class LoopbackAgent:
         self._fabric.remove(self._name)
 
     def register(self, regions: Sequence[RegisteredRegion]) -> None:
-        refuse_kinds(regions, MEMORY_KINDS, BACKEND)
+        refuse_kinds(regions, self.memory_kinds, BACKEND)
         self._regions = RegionIndex([one for call in (*self._calls, regions) for one in call], self._name)
         self._calls.append(tuple(regions))
         self._fabric.add(self)

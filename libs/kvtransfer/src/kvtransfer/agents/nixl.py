@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtransfer.agents import nixl_api
-from kvtransfer.agents.base import Operation, RegionIndex, WriteHandle, WriteState, WriteStatus, refuse_kinds
+from kvtransfer.agents.base import (
+    Operation,
+    RegionIndex,
+    WriteHandle,
+    WriteState,
+    WriteStatus,
+    by_kind,
+    refuse_kinds,
+)
 from kvtransfer.agents.naming import unique_agent_name
 from kvtransfer.agents.nixl_env import (
     Place,
@@ -82,7 +90,8 @@ class NixlAgent:
         except self._errors as error:
             raise AgentUnavailable(f"UCX can not start ({_name(error)}); UCX_TLS is {tls or 'not set'}") from error
         self._nixl: Nixl | None = nixl
-        self._calls: dict[tuple[RegisteredRegion, ...], object] = {}
+        # What NIXL gave for each kind of memory of a call.
+        self._calls: dict[tuple[RegisteredRegion, ...], list[object]] = {}
         self._regions: RegionIndex | None = None
         self._remotes: dict[str, _Remote] = {}
         self._open: set[NixlWrite] = set()
@@ -101,14 +110,14 @@ class NixlAgent:
         if call in self._calls:
             raise AgentError(f"agent {self._name} has registered these {len(call)} regions already")
         everything = RegionIndex([one for known in (*self._calls, call) for one in known], self._name)
-        rows = np.array([(one.base_address, one.size_bytes, one.device_id) for one in call], np.uint64)
-        try:
-            self._calls[call] = self._api.register_memory(rows, _memory(everything))
-        except self._errors as error:
-            total = sum(region.size_bytes for region in regions)
-            raise AgentError(
-                f"NIXL refuses to register {total} bytes of {_memory(everything)}: {_name(error)}"
-            ) from error
+        made = self._calls[call] = []
+        for kind, mine in by_kind(call).items():
+            try:
+                made.append(self._api.register_memory(_region_rows(mine), nixl_api.NAMES[kind]))
+            except self._errors as error:
+                self._end_registrations(call)
+                total = sum(region.size_bytes for region in mine)
+                raise AgentError(f"NIXL refuses to register {total} bytes of {kind.name}: {_name(error)}") from error
         self._regions = everything
 
     def deregister(self, regions: Sequence[RegisteredRegion]) -> None:
@@ -116,7 +125,7 @@ class NixlAgent:
         if call not in self._calls:
             raise AgentError(f"agent {self._name} has not registered these {len(call)} regions together")
         self._require_quiet()
-        self._api.deregister_memory(self._calls.pop(call))
+        self._end_registrations(call)
         left = [one for known in self._calls for one in known]
         self._regions = RegionIndex(left, self._name) if left else None
 
@@ -157,12 +166,13 @@ class NixlAgent:
         remote = self._remotes.get(name)
         if remote is None or not remote.index.covers(regions):
             return False
-        rows = np.array(
-            [(one.base_address, one.size_bytes, one.device_id) for one in regions or remote.index.regions], np.uint64
-        )
-        descs = self._api.get_xfer_descs(rows, _memory(remote.index))
         try:
-            return bool(self._api.check_remote_metadata(name, descs))
+            return all(
+                self._api.check_remote_metadata(
+                    name, self._api.get_xfer_descs(_region_rows(some), nixl_api.NAMES[kind])
+                )
+                for kind, some in by_kind(regions or remote.index.regions).items()
+            )
         except self._errors:
             return False  # raised for memory that the loaded metadata does not name
 
@@ -176,8 +186,7 @@ class NixlAgent:
         mine, theirs = (pairs.src, pairs.dst) if operation is Operation.WRITE else (pairs.dst, pairs.src)
         near, away = _rows(mine, pairs.lengths, self._regions), _rows(theirs, pairs.lengths, peer.index)
         try:
-            local = self._api.get_xfer_descs(near, _memory(self._regions))
-            far = self._api.get_xfer_descs(away, _memory(peer.index))
+            local, far = (self._api.get_xfer_descs(rows, memory) for memory, rows in (near, away))
             handle = self._api.initialize_xfer(operation.name, local, far, remote)
         except self._errors as error:
             what = f"a {operation.name} of {len(pairs)} runs"
@@ -231,10 +240,13 @@ class NixlAgent:
             self._drop(write)
         for name in tuple(self._remotes):
             self.forget_remote(name)
-        for registration in self._calls.values():
-            self._nixl.deregister_memory(registration)
-        self._calls.clear()
+        for call in tuple(self._calls):
+            self._end_registrations(call)
         self._nixl = None
+
+    def _end_registrations(self, call: tuple[RegisteredRegion, ...]) -> None:
+        for registration in self._calls.pop(call):
+            self._api.deregister_memory(registration)
 
     def _require_quiet(self) -> None:
         if any(write.status.state is WriteState.IN_FLIGHT for write in self._open):
@@ -249,13 +261,15 @@ class NixlAgent:
     def _find_path(self, place: Place, index: RegionIndex) -> str:
         here = Place.here()
         on_host = place.boot == here.boot
-        kinds = {index.memory_kind, MemoryKind.DRAM if self._regions is None else self._regions.memory_kind}
-        device = MemoryKind.VRAM in kinds
+        both = index.kinds if self._regions is None else index.kinds & self._regions.kinds
+        # A cache in device memory and one in host memory meet in the host memory of both, if they have any.
+        device = MemoryKind.VRAM in both or MemoryKind.DRAM not in both
+        near = next((one for one in index.regions if one.memory_kind is MemoryKind.DRAM), index.regions[0])
         direct = (
             on_host
             and not device
             and place.namespace == here.namespace
-            and can_read_process(place.pid, index.regions[0].base_address)
+            and can_read_process(place.pid, near.base_address)
         )
         return describe_path(os.environ.get("UCX_TLS", ""), self._rdma, on_host, direct, device)
 
@@ -289,15 +303,17 @@ class NixlAgent:
         return handle
 
 
-def _rows(addresses: NDArray[np.int64], lengths: NDArray[np.int64], index: RegionIndex) -> NDArray[np.uint64]:
-    """N x 3 (address, length, device), checked against the registered regions."""
-    devices = index.devices(addresses, lengths)
-    return np.stack((addresses, lengths, devices), axis=1).astype(np.uint64)
+def _rows(
+    addresses: NDArray[np.int64], lengths: NDArray[np.int64], index: RegionIndex
+) -> tuple[str, NDArray[np.uint64]]:
+    """NIXL's name of the kind of memory, and N x 3 (address, length, device), checked against the registered
+    regions."""
+    kind, devices = index.devices(addresses, lengths)
+    return nixl_api.NAMES[kind], np.stack((addresses, lengths, devices), axis=1).astype(np.uint64)
 
 
-def _memory(index: RegionIndex) -> str:
-    """NIXL's name of the kind of memory."""
-    return nixl_api.NAMES[index.memory_kind]
+def _region_rows(regions: Sequence[RegisteredRegion]) -> NDArray[np.uint64]:
+    return np.array([(one.base_address, one.size_bytes, one.device_id) for one in regions], np.uint64)
 
 
 def _name(error: Exception) -> str:

@@ -63,7 +63,8 @@ def _scattered(arena: int, nbytes: int, unit: int, *, reads: bool) -> Packed:
     order = np.random.default_rng(0).permutation(count)
     pieces = PiecePlaces(order, none, np.arange(count), one, none, one)
     bits = np.array([8 * unit])
+    zero = bits * 0
     runs = RunPlaces(
-        np.array([arena]), np.array([2 * unit]), bits, bits, bits * 0, bits, bits * 0, bits < 0, bits * count
+        np.array([arena]), np.array([2 * unit]), bits, bits, zero, bits, zero, bits < 0, bits * count, zero
     )
     return Packed((PackedGrid(runs, pieces, reads=reads),), nbytes)

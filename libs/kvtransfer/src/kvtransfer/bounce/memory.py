@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import os
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,22 +18,31 @@ from kvtransfer.pools import MemoryKind, RegisteredRegion
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
 log = logging.getLogger(__name__)
 
 
-# Of an arena whose size nobody chose. On a device three chunks of 128 MiB and more keep a fast link busy.
+# Of an arena whose size nobody chose (on the host also beside a cache on a device). On a device three chunks of 128 MiB
+# and more keep a fast link busy.
 HOST_ARENA, DEVICE_ARENA, DEVICE_SHARE = 64 << 20, 512 << 20, 64
+# Flags of cudaHostRegister.
+_PORTABLE, _MAPPED = 1, 2
 
 
 def default_arena_bytes(cache: RegisteredRegion, unit_bytes: int, max_peers: int) -> int:
     """Bytes of an arena beside this cache: a unit for each peer, and what the memory can easily spare."""
     least = unit_bytes * max_peers
     if cache.memory_kind is not MemoryKind.VRAM:
-        return max(least, HOST_ARENA)
+        return host_arena_bytes(unit_bytes, max_peers)
     import torch
 
     _, total = torch.cuda.mem_get_info(cache.device_id)
     return max(least, min(DEVICE_ARENA, total // DEVICE_SHARE) // unit_bytes * unit_bytes)
+
+
+def host_arena_bytes(unit_bytes: int, max_peers: int) -> int:
+    """Bytes of an arena on the host."""
+    return max(unit_bytes * max_peers, HOST_ARENA)
 
 
 def make_arena(cache: RegisteredRegion, nbytes: int) -> tuple[RegisteredRegion, object]:
@@ -40,6 +52,39 @@ def make_arena(cache: RegisteredRegion, nbytes: int) -> tuple[RegisteredRegion, 
         return _device_arena(cache.device_id, nbytes)
     array = np.zeros(nbytes, np.uint8)
     return RegisteredRegion(int(array.ctypes.data), nbytes, MemoryKind.DRAM), array
+
+
+class HostPages:
+    """Memory on the host for an arena beside a cache on a device. Pages of this process, not of the driver: the kernel
+    must be able to copy them to a peer. They cost nothing, and CUDA knows nothing of them, before `lock`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._pages = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self._locked, self._problem = False, ""
+        self.region = RegisteredRegion(int(self._pages.ctypes.data), nbytes, MemoryKind.DRAM)
+
+    def lock(self) -> str:
+        """Lets kernels reach them by their own address; once. Empty, or why it can not be: the same ever after."""
+        if self._locked or self._problem:
+            return self._problem
+        import torch
+
+        runtime, address = cast("Any", torch.cuda.cudart()), self.region.base_address
+        error = int(runtime.cudaHostRegister(address, self.region.size_bytes, _PORTABLE | _MAPPED))
+        if error:
+            self._problem = (
+                f"CUDA locks no {self.region.size_bytes} bytes of host memory for an arena (error {error}): raise the "
+                "limit of locked memory, or make transfer.max_peers smaller"
+            )
+            if torch.cuda.is_initialized():
+                with contextlib.suppress(RuntimeError):
+                    # The next call into CUDA would be blamed for it.
+                    torch.zeros(1, device="cuda")
+            return self._problem
+        self._locked = True
+        # The address may be given out again, and CUDA must not believe that it is locked still.
+        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+        return ""
 
 
 def make_copier(cache: RegisteredRegion) -> Copier:

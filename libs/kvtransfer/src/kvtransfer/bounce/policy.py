@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,19 @@ if TYPE_CHECKING:
 UNIT_BYTES = 1 << 20
 
 
+def _nothing_to_lock() -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class BouncePolicy:
     """Frozen but for the book.
 
     send, receive   arenas, in the memory of the cache; the owner keeps them as long as the agent lives. None: this rank
                     sends, or takes, no chunks
+    host_send, host_receive   likewise on the host, where the cache is not: for peers whose cache lies on the host.
+                    A write across kinds of memory is hundreds of times slower
+    lock_host       called before either of them is copied from or to; says what stands in the way, once for all
     unit_bytes      the smallest chunk, and what every peer is sure of
     chunk_bytes     the largest chunk
     depth           chunks of one transfer that are under way at once
@@ -33,6 +41,9 @@ class BouncePolicy:
 
     send: RegisteredRegion | None = None
     receive: RegisteredRegion | None = None
+    host_send: RegisteredRegion | None = None
+    host_receive: RegisteredRegion | None = None
+    lock_host: Callable[[], str] = _nothing_to_lock
     copier: Copier = field(default_factory=HostCopier)
     staging: StagingPolicy = StagingPolicy.COST
     unit_bytes: int = UNIT_BYTES
@@ -47,22 +58,34 @@ class BouncePolicy:
                 f"transfer.bounce_chunk_bytes = {self.chunk_bytes} is smaller than a unit of {self.unit_bytes} bytes"
             )
         least = self.unit_bytes * self.max_peers
-        for name, arena in (("send", self.send), ("receive", self.receive)):
+        for name in ("send", "receive", "host_send", "host_receive"):
+            arena: RegisteredRegion | None = getattr(self, name)
             if arena is not None and arena.size_bytes < least:
                 raise ArenaError(
-                    f"the {name} arena has {arena.size_bytes} bytes, too few for {self.max_peers} peers with a chunk "
-                    f"of {self.unit_bytes} bytes each: the least is {least} bytes (transfer.arena_bytes, "
-                    "transfer.max_peers)"
+                    f"the {name.replace('_', ' ')} arena has {arena.size_bytes} bytes, too few for {self.max_peers} "
+                    f"peers with a chunk of {self.unit_bytes} bytes each: the least is {least} bytes "
+                    "(transfer.arena_bytes, transfer.max_peers)"
                 )
 
     @property
     def regions(self) -> tuple[RegisteredRegion, ...]:
         """What the agent has to register besides the cache."""
-        return tuple(one for one in (self.send, self.receive) if one is not None)
+        arenas = (self.send, self.receive, self.host_send, self.host_receive)
+        return tuple(one for one in arenas if one is not None)
 
-    def limits(self, arena: RegisteredRegion) -> ChunkLimits:
-        """Sizes of chunks to a peer with this arena, so that `depth` of them fit into both."""
-        room = min(arena.size_bytes, arena.size_bytes if self.send is None else self.send.size_bytes)
+    @property
+    def announced(self) -> dict[str, RegisteredRegion]:
+        """What peers have to know, by the names in RankInfo."""
+        found = {"arena": self.receive, "host_arena": self.host_receive}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def send_for(self, mine: MemoryKind, peer: MemoryKind) -> RegisteredRegion | None:
+        """The arena for chunks to a peer whose cache lies in that kind of memory; `mine`: where this rank's does."""
+        return self.send if mine is peer or mine is MemoryKind.DRAM else self.host_send
+
+    def limits(self, send: RegisteredRegion, receive: RegisteredRegion) -> ChunkLimits:
+        """Sizes of chunks from one arena to the other, so that `depth` of them fit into both."""
+        room = min(send.size_bytes, receive.size_bytes)
         return ChunkLimits(self.unit_bytes, max(self.unit_bytes, min(self.chunk_bytes, room // self.depth)))
 
 

@@ -29,6 +29,7 @@ _LEAST, _MOST = 0.1, 30.0
 # What a stage takes at least, for ratios.
 _SHORTEST_S = 1e-6
 _VERSION = 1
+_FIRST_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Staged:
 @dataclass(slots=True)
 class _Path:
     """What was measured, and what transfers say about it: factors of the cost of descriptors, of bytes, of copies, of a
-    credit and of a chunk. `seen`: transfers in chunks."""
+    credit and of a chunk. `seen`: transfers in chunks; `direct`: others."""
 
     cost: PathCost
     post: float = 1.0
@@ -63,20 +64,25 @@ class _Path:
     credit: float = 1.0
     chunk: float = 1.0
     seen: int = 0
+    direct: int = 0
 
 
 class CostBook:
-    """Not thread-safe. `file`: where the paths are kept, None for nowhere; one that can not be read is made anew."""
+    """Not thread-safe. `file`: where the paths are kept as transfers have corrected them, None for nowhere; one that
+    can not be read is made anew."""
 
     def __init__(self, start: PathCost, file: Path | None = None) -> None:
         self._start, self._file = start, file
         self._paths: dict[str, _Path] = {} if file is None else _load(file)
 
     def copying(self, measured: Copying) -> None:
-        """This rank's copies were measured: they hold for every path that begins here."""
-        self._start = _with_copies(self._start, measured)
-        for path in self._paths.values():
-            path.cost = _with_copies(path.cost, measured)
+        """This rank's copies were measured: they hold for every path that transfers have not corrected already."""
+        self._start = replace(
+            self._start,
+            gather_rate=measured.gather_rate,
+            scatter_rate=measured.scatter_rate,
+            fragment_s=measured.fragment_s,
+        )
 
     def probed(self, probe: PairProbe) -> None:
         """The way to a peer was measured."""
@@ -90,7 +96,9 @@ class CostBook:
             post_s=max(probe.per_run, 1e-8),
             rate=rate,
         )
-        self._paths[probe.path] = _Path(cost)
+        path = self._paths.setdefault(probe.path, _Path(cost))
+        # What chunks have taught is not measured here, and stays.
+        path.cost, path.post, path.slow, path.direct = cost, 1.0, 1.0, 0
         self._save()
 
     def knows(self, path: str) -> bool:
@@ -116,14 +124,17 @@ class CostBook:
 
     def wrote(self, path: str, shape: Shape, took: float) -> None:
         """A direct write that had the agent for itself took `took` seconds. What it says is shared between bytes and
-        descriptors as the prediction is."""
+        descriptors as the prediction is. The first ones count more, by half at most: were one that lost its processor
+        believed, nothing would be written directly any more that could correct it."""
         cost, known = self.cost(path), self._known(path)
         predicted = direct_s(cost, shape)
         if predicted <= 0 or took <= 0:
             return
-        share = shape.descriptors * cost.post_s / predicted
-        known.post = _moved(known.post, took / predicted, _WEIGHT * share)
-        known.slow = _moved(known.slow, took / predicted, _WEIGHT * (1 - share))
+        share, weight = shape.descriptors * cost.post_s / predicted, max(_WEIGHT, 1 / (2 + known.direct))
+        known.post = _moved(known.post, took / predicted, weight * share)
+        known.slow = _moved(known.slow, took / predicted, weight * (1 - share))
+        known.direct += 1
+        self._learnt(known)
 
     def staged(self, path: str, shape: Shape, seen: Staged) -> None:
         """A transfer in chunks that had the agent for itself is over on this side. The first ones count most: copies
@@ -140,6 +151,13 @@ class CostBook:
         rest = seen.took - bounced(self.cost(path), shape, seen.chunk_bytes).writer_s
         chunk_s = max(cost.chunk_s + rest / seen.chunks, _SHORTEST_S)
         known.chunk = _moved(known.chunk, chunk_s / cost.chunk_s, weight)
+        self._learnt(known)
+
+    def _learnt(self, path: _Path) -> None:
+        """Keeps what is known after 4, 8, 16, … transfers: later ones change it less and less."""
+        count = path.seen + path.direct
+        if count >= _FIRST_KEPT and count & (count - 1) == 0:
+            self._save()
 
     def _known(self, path: str) -> _Path:
         return self._paths.setdefault(path, _Path(self._start))
@@ -148,7 +166,7 @@ class CostBook:
         """A cost that can not be kept is measured again next time."""
         if self._file is None:
             return
-        paths = {name: asdict(path.cost) for name, path in self._paths.items()}
+        paths = {name: asdict(self.cost(name)) for name in self._paths}
         temporary = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,15 +178,6 @@ class CostBook:
 
 def _moved(factor: float, ratio: float, weight: float) -> float:
     return min(_MOST, max(_LEAST, factor * ratio**weight))
-
-
-def _with_copies(cost: PathCost, measured: Copying) -> PathCost:
-    return replace(
-        cost,
-        gather_rate=measured.gather_rate,
-        scatter_rate=measured.scatter_rate,
-        fragment_s=measured.fragment_s,
-    )
 
 
 def _load(file: Path) -> dict[str, _Path]:

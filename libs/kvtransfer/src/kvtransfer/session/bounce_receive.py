@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Writer = tuple[int, int]
+# A rank, and whether its arena on the host is meant: `RankInfo.host_arena`.
+Place = tuple[int, bool]
 
 
 @dataclass(slots=True)
@@ -72,10 +74,12 @@ class BounceReceive:
 
     def __init__(self, local: InstanceInfo, unit_bytes: int, max_peers: int, emit: Emit) -> None:
         self._local, self._emit = local, emit
-        self._arenas: dict[int, Credits[PeerId, ChunkName]] = {
-            one.rank: Credits(one.arena.size_bytes, unit_bytes, max_peers)
-            for one in local.ranks
-            if one.arena is not None
+        regions = {
+            (one.rank, host): one.host_arena if host else one.arena for one in local.ranks for host in (False, True)
+        }
+        self._sizes = {place: region.size_bytes for place, region in regions.items() if region is not None}
+        self._arenas: dict[Place, Credits[PeerId, ChunkName]] = {
+            place: Credits(size, unit_bytes, max_peers) for place, size in self._sizes.items()
         }
         self._receives: dict[RequestKey, _Receive] = {}
         self._gone: set[int] = set()
@@ -91,16 +95,16 @@ class BounceReceive:
         return tuple(key for key, one in self._receives.items() if one.outcome is not None)
 
     def granted_bytes(self, rank: int) -> int:
-        """Bytes of a rank's arena that are granted."""
-        arena = self._local.ranks[rank].arena
-        return 0 if arena is None or rank not in self._arenas else arena.size_bytes - self._arenas[rank].free_bytes
+        """Bytes of a rank's arenas that are granted."""
+        return sum(self._sizes[place] - arena.free_bytes for place, arena in self._arenas.items() if place[0] == rank)
 
     # --- peers
 
     def meet(self, peer: PeerId, info: InstanceInfo) -> None:
         """The peer may send chunks from now on: ranks with an arena keep room for it and get ready to scatter."""
-        for rank, arena in self._arenas.items():
+        for arena in self._arenas.values():
             arena.connect(peer)
+        for rank in sorted({rank for rank, _ in self._arenas}):
             self._emit(ToRank(rank, MeetSource(info, self._local)))
 
     def forget(self, peer: PeerId) -> None:
@@ -129,14 +133,15 @@ class BounceReceive:
         receive = self._of(peer, name)
         if receive is None or receive.outcome is not None or receive.writer(name).over:
             return
-        arena = self._arenas.get(name.dst_rank)
+        arena = self._arenas.get((name.dst_rank, ready.host))
         if arena is None:
-            raise ProtocolError(f"ChunkReady names rank {name.dst_rank}, which has no arena")
+            where = " on the host" if ready.host else ""
+            raise ProtocolError(f"ChunkReady names rank {name.dst_rank}, which has no arena{where}")
         if (given := arena.find(name)) is not None:
             self._emit(ToPeer(peer, Grant(name, given.offset, given.nbytes)))
         elif not arena.knows(name):
             arena.ask(peer, name, ready.nbytes)
-            self._give(name.dst_rank)
+            self._give(arena)
 
     def chunk(self, peer: PeerId, chunk: BounceChunk) -> None:
         """A chunk has been written. Nothing happens when its receive is over, or it has come before. Raises
@@ -150,7 +155,8 @@ class BounceReceive:
         if writer.over or name.seq in writer.seen:
             # Said again after a reconnect.
             return
-        granted = self._arenas[name.dst_rank].find(name) if name.dst_rank in self._arenas else None
+        arena = self._arenas.get((name.dst_rank, chunk.host))
+        granted = None if arena is None else arena.find(name)
         if granted is None or granted.offset != chunk.offset or chunk.end - chunk.begin > granted.nbytes:
             raise ProtocolError(f"chunk {name} was written where nothing was granted")
         writer.seen.add(name.seq)
@@ -172,7 +178,8 @@ class BounceReceive:
             if name.dst_rank == rank
         ]
         words = self._over(names, f"rank {rank} of the generation instance exited: {reason}")
-        self._arenas.pop(rank, None)
+        for place in [one for one in self._arenas if one[0] == rank]:
+            del self._arenas[place]
         self._gone.add(rank)
         return words
 
@@ -224,17 +231,15 @@ class BounceReceive:
 
     def _take_back(self, receive: _Receive, pair: Writer) -> None:
         """Grants that the writer will not use, and what it waits for."""
-        arena = self._arenas.get(pair[1])
-        if arena is None:
-            return
         key, number = receive.request.key, receive.request.receive
-        for name in arena.names():
-            if (name.key, name.receive, name.src_rank, name.dst_rank) != (key, number, *pair):
-                continue
-            arena.drop(name)
-            if name not in receive.writers[pair].scattering:
-                arena.give_back(name)
-        self._give(pair[1])
+        for arena in self._of_rank(pair[1]):
+            for name in arena.names():
+                if (name.key, name.receive, name.src_rank, name.dst_rank) != (key, number, *pair):
+                    continue
+                arena.drop(name)
+                if name not in receive.writers[pair].scattering:
+                    arena.give_back(name)
+            self._give(arena)
 
     def _over(
         self, names: Sequence[ChunkName], problem: str, seconds: float = 0.0
@@ -248,7 +253,8 @@ class BounceReceive:
             writer.scattering.discard(name)
             writer.problem = writer.problem or problem
             writer.seconds += seconds
-            self._arenas[name.dst_rank].give_back(name)
+            for arena in self._of_rank(name.dst_rank):
+                arena.give_back(name)
             if writer.notice is not None and not writer.scattering:
                 words.append((receive.peer, writer.notice))
                 writer.notice = None
@@ -256,11 +262,14 @@ class BounceReceive:
                 del self._receives[name.key]
                 self._emit(ToScheduler(receive.outcome))
         for rank in {name.dst_rank for name in names}:
-            self._give(rank)
+            for arena in self._of_rank(rank):
+                self._give(arena)
         return words
 
-    def _give(self, rank: int) -> None:
-        arena = self._arenas.get(rank)
-        for given in () if arena is None else arena.give():
+    def _of_rank(self, rank: int) -> list[Credits[PeerId, ChunkName]]:
+        return [arena for place, arena in self._arenas.items() if place[0] == rank]
+
+    def _give(self, arena: Credits[PeerId, ChunkName]) -> None:
+        for given in arena.give():
             receive = self._receives[given.ticket.key]
             self._emit(ToPeer(receive.peer, Grant(given.ticket, given.offset, given.nbytes)))

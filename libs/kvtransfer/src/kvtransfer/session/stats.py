@@ -15,6 +15,8 @@ _WHYS = 4
 
 def total_stats(parts: Sequence[TransferStats]) -> TransferStats:
     """Sums of bytes and descriptors, maxima of times, every path that was used."""
+    if len(parts) == 1:
+        return parts[0]
     return TransferStats(
         bytes=sum(one.bytes for one in parts),
         descriptors=sum(one.descriptors for one in parts),

@@ -149,7 +149,7 @@ class AgentThread:
             finally:
                 # What was said before a failure is still true, and the hub has to know it.
                 spoke = self._flush()
-            if spoke or heard:
+            if spoke or heard or transceiver.posted:
                 sleep_s = _FIRST_SLEEP_S
             elif busy:
                 time.sleep(sleep_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +18,12 @@ from kvtransfer.agents.base import WriteState, WriteStatus
 from kvtransfer.bounce_ports import BounceChunk, ChunkName, ChunkReady, Grant
 from kvtransfer.errors import AgentError, PeerLost
 from kvtransfer.regions import RegionPairs
+from kvtransfer.transceiver.layer_progress import ALL_LAYERS
+from kvtransfer.transceiver.parts import Part
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtransfer.agents.base import Agent, WriteHandle
     from kvtransfer.bounce.copying import Copier, Copy
     from kvtransfer.packed import Packed
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Whose chunks these are, and where they go. `send` and `arena`: addresses of the arenas of both sides."""
+    """Whose chunks these are, and where they go. `send` and `arena`: addresses of the arenas of both sides; `host`:
+    the one of the peer is its arena on the host, where its cache is not."""
 
     key: RequestKey
     receive: int
@@ -41,6 +45,7 @@ class Route:
     arena: int
     window: TokenRange
     layer_groups: tuple[int, ...]
+    host: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +77,8 @@ class BouncedWrite:
     """Not thread-safe; looks like a `PiecedWrite`. `direct`: runs of the same order that are written as they are.
 
     `speak` comes first. `ask_room(name, nbytes)` and `free_room(name)`: the send arena, answered by `place`.
-    `number()`: the rank's own count of chunks. `clock` in seconds, monotonic.
-    `ready()`: False while the source is still being computed.
+    `parts`: the chunks, in the order of sending. `number()`: the rank's own count of chunks. `clock` in seconds,
+    monotonic. `reached(layer)`: False while a layer below that global number is still being computed.
     """
 
     def __init__(
@@ -82,22 +87,20 @@ class BouncedWrite:
         copier: Copier,
         packed: Packed,
         route: Route,
-        chunk_bytes: int,
+        parts: Sequence[Part],
         depth: int,
         ask_room: Callable[[ChunkName, int], None],
         free_room: Callable[[ChunkName], None],
         number: Callable[[], int],
         clock: Callable[[], float],
         direct: PiecedWrite | None = None,
-        ready: Callable[[], bool] = lambda: True,
+        reached: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._agent, self._copier, self._packed, self._route = agent, copier, packed, route
-        self._depth, self._direct, self._clock, self._ready = depth, direct, clock, ready
+        self._depth, self._direct, self._clock, self._reached = depth, direct, clock, reached
         self._ask_room, self._free_room, self._number = ask_room, free_room, number
         self._say: Callable[[ChunkReady | BounceChunk], None] | None = None
-        parts = max(1, -(-packed.nbytes // chunk_bytes))
-        cuts = np.minimum(np.arange(parts + 1) * chunk_bytes, packed.nbytes).tolist()
-        self._rest = deque(pairwise(cuts))
+        self._rest = deque(parts)
         self._asked: dict[ChunkName, tuple[int, int]] = {}
         self._under_way: dict[ChunkName, _Chunk] = {}
         # Since when nothing goes on for want of room; None while something does.
@@ -191,7 +194,7 @@ class BouncedWrite:
         direct = self._direct
         if direct is None:
             return WriteStatus(WriteState.DONE)
-        if direct.can_post and self._ready():
+        if direct.can_post and self._reached(ALL_LAYERS):
             try:
                 direct.post()
             except AgentError as error:
@@ -203,18 +206,17 @@ class BouncedWrite:
         return status
 
     def _ask(self) -> None:
-        if not self._ready():
-            return
         while self._say is not None and self._rest and len(self._asked) + len(self._under_way) < self._depth:
-            begin, end = self._rest.popleft()
-            route = self._route
+            if not self._reached(self._rest[0].layers):
+                return
+            part, route = self._rest.popleft(), self._route
             name = ChunkName(route.key, route.receive, route.src_rank, route.dst_rank, self._number())
-            self._asked[name] = (begin, end)
-            self._say(ChunkReady(name, end - begin))
+            self._asked[name] = (part.begin, part.end)
+            self._say(ChunkReady(name, part.end - part.begin, route.host))
 
     def _again(self, begin: int, end: int) -> None:
         if begin < end and not self._failure:
-            self._rest.appendleft((begin, end))
+            self._rest.appendleft(Part(begin, end))
 
     def _post(self, chunk: _Chunk) -> None:
         size = np.array([chunk.end - chunk.begin], np.int64)
@@ -242,8 +244,8 @@ class BouncedWrite:
         self.chunks += 1
         route = self._route
         if self._say is not None:
-            told = BounceChunk(chunk.name, route.window, chunk.begin, chunk.end, chunk.offset, route.layer_groups)
-            self._say(told)
+            extent, groups = (chunk.begin, chunk.end, chunk.offset), route.layer_groups
+            self._say(BounceChunk(chunk.name, route.window, *extent, groups, route.host))
 
     def _end(self, chunk: _Chunk) -> None:
         self._under_way.pop(chunk.name, None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvtransfer import nvtx, packing
 from kvtransfer.bounce.credits import Credits
 from kvtransfer.bounce_ports import Grant, MeetSource, PeerWord, Scattered, ScatterOrder
-from kvtransfer.errors import KVTransferError, PlanError
+from kvtransfer.errors import PlanError
 from kvtransfer.peer_plan import build_source_plans
 from kvtransfer.transceiver.orders import begins, block_lists, chunk_within
 
@@ -50,10 +50,12 @@ class Bouncing:
         self, policy: BouncePolicy, rank: int, emit: Callable[[RankToHub], None], clock: Callable[[], float]
     ) -> None:
         self.policy, self._rank, self._emit, self._clock = policy, rank, emit, clock
-        send = policy.send
-        self._room: Credits[PeerId, ChunkName] | None = (
-            None if send is None else Credits(send.size_bytes, policy.unit_bytes, policy.max_peers)
-        )
+        # By the address of an arena to send from.
+        self._rooms: dict[int, Credits[PeerId, ChunkName]] = {
+            one.base_address: Credits(one.size_bytes, policy.unit_bytes, policy.max_peers)
+            for one in (policy.send, policy.host_send)
+            if one is not None
+        }
         self._count = itertools.count(1)
         self._writes: dict[ChunkName, BouncedWrite] = {}
         self._sources: dict[PeerId, Mapping[int, PeerPlan]] = {}
@@ -81,15 +83,15 @@ class Bouncing:
         """The next chunk's."""
         return next(self._count)
 
-    def ask_room(self, peer: PeerId, name: ChunkName, nbytes: int) -> None:
-        """Room in the send arena, answered by `BouncedWrite.place`. Raises AgentError without an arena."""
-        self._send_room.ask(peer, name, nbytes)
+    def ask_room(self, arena: int, peer: PeerId, name: ChunkName, nbytes: int) -> None:
+        """Room in the send arena at this address, answered by `BouncedWrite.place`."""
+        self._rooms[arena].ask(peer, name, nbytes)
 
     def free_room(self, name: ChunkName) -> None:
         """The chunk is not needed any more, or not waited for."""
-        room = self._send_room
-        room.drop(name)
-        room.give_back(name)
+        for room in self._rooms.values():
+            room.drop(name)
+            room.give_back(name)
 
     def granted(self, grant: Grant) -> None:
         """Room at the peer."""
@@ -101,12 +103,6 @@ class Bouncing:
         """A write is over."""
         for name in [name for name, one in self._writes.items() if one is write]:
             del self._writes[name]
-
-    @property
-    def _send_room(self) -> Credits[PeerId, ChunkName]:
-        if self._room is None:
-            raise KVTransferError(f"rank {self._rank} has no arena to send from")
-        return self._room
 
     # --- generation side
 
@@ -128,9 +124,12 @@ class Bouncing:
 
     def scatter(self, order: ScatterOrder) -> None:
         """Begins to copy a chunk into the cache; one that does not fit the plan is answered with the problem."""
-        chunk, arena = order.chunk, self.policy.receive
+        chunk = order.chunk
+        arena = self.policy.host_receive if chunk.host else self.policy.receive
         try:
             packed = self._packed_of(order)
+            if chunk.host and (problem := self.policy.lock_host()):
+                raise PlanError(problem)
             if arena is None or chunk.offset + chunk.end - chunk.begin > arena.size_bytes:
                 raise PlanError(f"chunk at {chunk.offset} does not lie in the arena of rank {self._rank}")
             if chunk.end > packed.nbytes:
@@ -164,11 +163,11 @@ class Bouncing:
 
     def poll(self) -> bool:
         """Places chunks for which there is room, looks at scatters. True while anything is copied."""
-        if self._room is not None:
-            for given in self._room.give():
+        for room in self._rooms.values():
+            for given in room.give():
                 write = self._writes.get(given.ticket)
                 if write is None:
-                    self._room.give_back(given.ticket)
+                    room.give_back(given.ticket)
                 else:
                     write.place(given.ticket, given.offset, given.nbytes)
         for one in tuple(self._scatters):

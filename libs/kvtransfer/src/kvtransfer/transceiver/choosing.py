@@ -17,28 +17,27 @@ import numpy as np
 from kvtransfer import nvtx, packing
 from kvtransfer.cost.book import Staged
 from kvtransfer.cost.model import Shape, direct_s
-from kvtransfer.cost.policies import Decision, decide
+from kvtransfer.cost.policies import Decision, StagingPolicy, decide
 from kvtransfer.peer_plan import MANY_FRAGMENTS, PeerPlan
 from kvtransfer.regions import RegionPairs
 from kvtransfer.transceiver.bounced_write import BouncedWrite, Route
-from kvtransfer.transceiver.layer_progress import LayerProgress
+from kvtransfer.transceiver.layer_progress import ALL_LAYERS, LayerProgress
 from kvtransfer.transceiver.layered_write import LayeredWrite, layer_slices
 from kvtransfer.transceiver.orders import begins, block_lists, chunk_of
+from kvtransfer.transceiver.parts import equal_parts, layered_parts
 from kvtransfer.transceiver.pieced_write import PiecedWrite
 
 if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
     from kvtransfer.cost.book import CostBook
     from kvtransfer.packed import Packed
+    from kvtransfer.pools import RegisteredRegion
     from kvtransfer.ports import WriteOrder
     from kvtransfer.rank_info import RankInfo
     from kvtransfer.transceiver.bouncing import Bouncing
     from kvtransfer.transfer import Transfer
 
 log = logging.getLogger(__name__)
-
-# More than any model has: everything of a step.
-ALL_LAYERS = 1 << 31
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +66,17 @@ class Chosen:
             book.staged(self.path, self.shape, seen)
         else:
             book.wrote(self.path, self.shape, took)
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """What chunks to a peer go through. `host`: the peer's arena on the host, where its cache is not. `across`: that
+    the caches lie in different kinds of memory, in words; otherwise empty."""
+
+    send: RegisteredRegion
+    receive: RegisteredRegion
+    host: bool
+    across: str
 
 
 class Chooser:
@@ -104,22 +114,24 @@ class Chooser:
         whole, path = resolve(plan), self._agent.path(remote.agent.name)
         blocks = sum(int((ids >= 0).sum()) for ids in dst.values())
         parts, bounces = [(plan, whole)], list[tuple[PeerPlan, "Transfer"]]()
-        why = self._why_never(remote, may_bounce=may_bounce)
-        if not why and whole.nbytes:
+        arenas, why = self._arenas(plan, remote, may_bounce=may_bounce)
+        if arenas is not None and whole.nbytes:
             if len(plan.groups) > 1:
                 parts = [(one, resolve(one)) for one in self._one_by_one(plan)]
-            decided = [self._decide(path, [one], blocks, remote) for _, one in parts]
+            decided = [self._decide(path, [one], blocks, arenas) for _, one in parts]
             bounces = [one for one, how in zip(parts, decided, strict=True) if how.bounce]
             why = decided[0].why
-        if bounces:
+        if arenas is not None and bounces:
             groups = frozenset(one.groups[0].dst.number for one, _ in bounces)
             packed = packing.pack_source(plan, src, dst, chunk, src_begins=held, dst_begins=wanted, groups=groups)
             why = "tokens are not made of whole bytes"
             if self._bouncing.policy.copier.can(packed):
                 beside = [part for one, part in parts if one.groups[0].dst.number not in groups]
                 moved = [part for _, part in bounces]
-                decision = self._decide(path, moved, blocks, remote)
-                return self._bounced(order, remote, path, packed, moved, beside, decision, tuple(sorted(groups)))
+                decision = self._decide(path, moved, blocks, arenas)
+                return self._bounced(order, remote, path, arenas, packed, moved, beside, decision, groups)
+        if whole.nbytes and (across := _across(plan, remote)):
+            log.warning("a write %s goes no fast way: %s", across, why)
         if order.step and not self._layers.reached(order.step, ALL_LAYERS):
             parts = [(end, resolve(part)) for end, part in self._slices(plan)]
             return self._layered(order, remote, path, parts, why)
@@ -135,13 +147,22 @@ class Chooser:
         # What it takes says more about the model than about the path: nothing is predicted or learnt.
         return Chosen(write, nbytes, count, 0, path, 0.0, f"layer by layer: {why}", None)
 
-    def _why_never(self, remote: RankInfo, *, may_bounce: bool) -> str:
-        """Why nothing can go through chunks; empty when it can."""
-        if self._bouncing.policy.send is None:
-            return "this rank has no arena"
-        if remote.arena is None:
-            return f"rank {remote.rank} of the peer has no arena"
-        return "" if may_bounce else "one of the two sides does not know this packing"
+    def _arenas(self, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> tuple[Arenas | None, str]:
+        """What chunks go through, or why nothing can."""
+        mine, theirs = plan.tables[0].memory_kind, remote.page_table.memory_kind
+        send, receive = self._bouncing.policy.send_for(mine, theirs), remote.arena_for(mine)
+        where = "" if mine is theirs else " on the host"
+        if send is None:
+            why = f"this rank has no arena{where}"
+        elif receive is None:
+            why = f"rank {remote.rank} of the peer has no arena{where}"
+        elif not may_bounce:
+            why = "one of the two sides does not know this packing"
+        elif send is self._bouncing.policy.host_send and (problem := self._bouncing.policy.lock_host()):
+            why = problem
+        else:
+            return Arenas(send, receive, receive is remote.host_arena, _across(plan, remote)), ""
+        return None, why
 
     def _direct(self, remote: RankInfo, path: str, whole: Transfer, blocks: int, why: str) -> Chosen:
         pairs = whole.pairs()
@@ -157,15 +178,14 @@ class Chooser:
         order: WriteOrder,
         remote: RankInfo,
         path: str,
+        arenas: Arenas,
         packed: Packed,
         moved: list[Transfer],
         beside: list[Transfer],
         decision: Decision,
-        groups: tuple[int, ...],
+        groups: frozenset[int],
     ) -> Chosen:
         bouncing, policy = self._bouncing, self._bouncing.policy
-        if policy.send is None or remote.arena is None:
-            raise ValueError("a bounced write needs an arena on both sides")
         peer = (order.instance_id, order.incarnation)
         pairs = _joined([one.pairs() for one in beside])
         direct = PiecedWrite(self._agent, remote.agent.name, pairs, self._piece_bytes) if len(pairs) else None
@@ -176,41 +196,46 @@ class Chooser:
             self._rank,
             remote.rank,
             remote.agent.name,
-            policy.send.base_address,
-            remote.arena.base_address,
+            arenas.send.base_address,
+            arenas.receive.base_address,
             window,
-            groups,
+            tuple(sorted(groups)),
+            arenas.host,
         )
+        waits = not self._layers.reached(order.step, ALL_LAYERS)
+        size = decision.chunk_bytes
+        parts = layered_parts(packed, size) if waits else equal_parts(packed.nbytes, size)
         write = BouncedWrite(
             self._agent,
             policy.copier,
             packed,
             route,
-            decision.chunk_bytes,
+            parts,
             policy.depth,
-            ask_room=partial(bouncing.ask_room, peer),
+            ask_room=partial(bouncing.ask_room, arenas.send.base_address, peer),
             free_room=bouncing.free_room,
             number=bouncing.number,
             clock=self._clock,
             direct=direct,
-            ready=partial(self._layers.reached, order.step, ALL_LAYERS),
+            reached=partial(self._layers.reached, order.step),
         )
         write.speak(bouncing.say(peer, write))
-        why = f"bounced: {decision.why}"
-        count = -(-packed.nbytes // decision.chunk_bytes) + len(pairs)
+        why = f"{'layer by layer, ' if waits else ''}bounced: {decision.why}"
+        count = len(parts) + len(pairs)
         fragments = sum(one.fragments for one in moved)
-        waits = not self._layers.reached(order.step, ALL_LAYERS)
         shape = None if direct is not None or waits else Shape(packed.nbytes, fragments, fragments, 0)
-        nbytes, predicted = packed.nbytes + pairs.nbytes, decision.predicted
+        nbytes, predicted = packed.nbytes + pairs.nbytes, 0.0 if waits else decision.predicted
         return Chosen(write, nbytes, count, packed.nbytes, path, predicted, why, shape, decision.chunk_bytes)
 
-    def _decide(self, path: str, parts: list[Transfer], blocks: int, remote: RankInfo) -> Decision:
+    def _decide(self, path: str, parts: list[Transfer], blocks: int, arenas: Arenas) -> Decision:
         policy = self._bouncing.policy
-        if remote.arena is None:
-            raise ValueError("a bounced write needs an arena on both sides")
         nbytes, fragments = sum(one.nbytes for one in parts), sum(one.fragments for one in parts)
         shape = Shape(nbytes, fragments, fragments, blocks)
-        return decide(policy.staging, policy.book.cost(path), shape, policy.limits(remote.arena))
+        limits = policy.limits(arenas.send, arenas.receive)
+        if arenas.across and policy.staging is not StagingPolicy.NEVER:
+            decision = decide(StagingPolicy.ALWAYS, policy.book.cost(path), shape, limits)
+            return replace(decision, why=f"{arenas.across}, so through host memory on both sides")
+        return decide(policy.staging, policy.book.cost(path), shape, limits)
 
     def _slices(self, plan: PeerPlan) -> tuple[tuple[int, PeerPlan], ...]:
         slices = self._sliced.get(plan)
@@ -224,6 +249,11 @@ class Chooser:
         if singles is None:
             singles = self._singles[plan] = tuple(replace(plan, groups=(group,)) for group in plan.groups)
         return singles
+
+
+def _across(plan: PeerPlan, remote: RankInfo) -> str:
+    mine, theirs = plan.tables[0].memory_kind, remote.page_table.memory_kind
+    return "" if mine is theirs else f"from a cache in {mine.name} to one in {theirs.name}"
 
 
 def _joined(parts: list[RegionPairs]) -> RegionPairs:

@@ -11,6 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+# More than any model has: everything of a step.
+ALL_LAYERS = 1 << 31
+
 
 class Event(Protocol):
     """A point in the work of a device."""

@@ -13,14 +13,12 @@ import numpy as np
 
 from kvtransfer.agents.base import WriteState, WriteStatus
 from kvtransfer.group_plan import BufferSource
+from kvtransfer.transceiver.parts import SLICES, layer_slices_of
 
 if TYPE_CHECKING:
     from kvtransfer.group_plan import GroupPlan
     from kvtransfer.peer_plan import PeerPlan
     from kvtransfer.transceiver.pieced_write import PiecedWrite
-
-# More would make the last one smaller, which is all that is left to send after the step, and cost a post each.
-SLICES = 8
 
 
 class LayeredWrite:
@@ -71,9 +69,9 @@ class LayeredWrite:
 
 def layer_slices(plan: PeerPlan, most: int = SLICES) -> tuple[tuple[int, PeerPlan], ...]:
     """The plan in at most `most` parts of equally many layers: (one past its last global layer, the part), in order."""
-    layers = np.unique(np.concatenate([_layers(group) for group in plan.groups]))
+    layers = np.concatenate([_layers(group) for group in plan.groups])
     slices: list[tuple[int, PeerPlan]] = []
-    for part in np.array_split(layers, min(most, len(layers))):
+    for part in layer_slices_of(layers, most):
         low, high = int(part[0]), int(part[-1])
         groups = tuple(one for group in plan.groups if (one := _only(group, low, high)) is not None)
         slices.append((high + 1, replace(plan, groups=groups)))

@@ -67,13 +67,26 @@ class ProbePolicy:
     """When a pair is measured and what it must turn out to be.
 
     `on_connect`: before the pair may be used; `require_path` implies it: a pair on another path is refused. `scratch`:
-    memory for measuring, registered beside the cache; the owner keeps it as long as the agent lives. None: peers can
-    not measure the way to this rank, nor this rank the way to them.
+    memory for measuring, registered beside the cache and in the kind of memory that the cache lies in; the owner keeps
+    it as long as the agent lives. None: peers can not measure the way to this rank, nor this rank the way to them.
+    `host_scratch`: likewise on the host, where the cache is not, for peers whose cache lies on the host.
     """
 
     scratch: RegisteredRegion | None = None
     on_connect: bool = False
     require_path: str = ""
+    host_scratch: RegisteredRegion | None = None
+
+    @property
+    def regions(self) -> tuple[RegisteredRegion, ...]:
+        """What the agent has to register besides the cache."""
+        return tuple(self.announced.values())
+
+    @property
+    def announced(self) -> dict[str, RegisteredRegion]:
+        """What peers have to know, by the names in RankInfo."""
+        found = {"scratch": self.scratch, "host_scratch": self.host_scratch}
+        return {name: one for name, one in found.items() if one is not None}
 
     @property
     def measures(self) -> bool:
@@ -138,6 +151,7 @@ class _Run:
 class Probes:
     """Not thread-safe: called from the thread that owns the agent. `clock` in seconds, monotonic.
 
+    `local`: this rank, once it has started.
     `counter`: bytes that the network interfaces have sent so far.
     """
 
@@ -145,11 +159,11 @@ class Probes:
         self,
         agent: Agent,
         rank: int,
-        scratch: RegisteredRegion | None,
+        local: Callable[[], RankInfo],
         clock: Callable[[], float] = time.monotonic,
         counter: Callable[[], int] = network_bytes,
     ) -> None:
-        self._agent, self._rank, self._scratch = agent, rank, scratch
+        self._agent, self._rank, self._local = agent, rank, local
         self._clock, self._counter = clock, counter
         self._runs: list[_Run] = []
         # Writes that outlived their deadline, with the peer they go to.
@@ -192,12 +206,15 @@ class Probes:
     def _start(self, run: _Run) -> None:
         peer, nbytes = run.todo.pop(0)
         run.dst_rank, run.until = peer.rank, self._clock() + DEADLINE_S
-        if self._scratch is None or peer.scratch is None:
-            who = "this rank" if self._scratch is None else f"rank {peer.rank} of {run.peer_id[0]}"
+        local = self._local()
+        mine = local.scratch_for(peer.page_table.memory_kind)
+        theirs = peer.scratch_for(local.page_table.memory_kind)
+        if mine is None or theirs is None:
+            who = "this rank" if mine is None else f"rank {peer.rank} of {run.peer_id[0]}"
             self._fail(run, f"{who} has no scratch memory")
             return
         run.remote = peer.agent.name
-        run.script = self._measure(peer.rank, peer.agent.name, self._scratch, peer.scratch, nbytes)
+        run.script = self._measure(peer.rank, peer.agent.name, mine, theirs, nbytes)
         self._advance(run, None)
 
     def _advance(self, run: _Run, took: float | None) -> None:

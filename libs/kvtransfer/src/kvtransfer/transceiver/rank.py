@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,13 +87,15 @@ class RankTransceiver:
         self._bouncing = Bouncing(bouncing or BouncePolicy(), rank, emit, clock)
         self._chooser = Chooser(agent, rank, piece_bytes, self._bouncing, clock, layers)
         self._probing = probing or ProbePolicy()
-        self._probes = Probes(agent, rank, self._probing.scratch, clock)
+        self._probes = Probes(agent, rank, lambda: self.info, clock)
         self._page_table, self._rank, self._topology = page_table, rank, topology
         self._agent, self._emit, self._clock = agent, emit, clock
         self._info: RankInfo | None = None
         self._peers: dict[PeerId, Peer] = {}
         self._queue: deque[Queued] = deque()
         self._open: list[Open] = []
+        # Whether the last `poll` has posted anything: what follows may be due at once.
+        self.posted = False
 
     @property
     def info(self) -> RankInfo:
@@ -109,14 +112,13 @@ class RankTransceiver:
     def start(self) -> None:
         """Registers the memory and announces the rank. Raises GeometryError, AgentError, AgentUnavailable."""
         self._page_table.validate()
-        scratch = self._probing.scratch
         if self._probing.require_path:
             self._probing.check_possible(self._agent.capabilities)
         self._probing.check_memory(self._page_table.regions)
-        beside = (*(() if scratch is None else (scratch,)), *self._bouncing.policy.regions)
-        self._agent.register((*self._page_table.regions, *beside))
-        agent, arena = self._agent.descriptor(), self._bouncing.policy.receive
-        self._info = RankInfo(self._rank, self._topology, self._page_table, agent, scratch=scratch, arena=arena)
+        policy = self._bouncing.policy
+        self._agent.register((*self._page_table.regions, *self._probing.regions, *policy.regions))
+        info = RankInfo(self._rank, self._topology, self._page_table, self._agent.descriptor())
+        self._info = replace(info, **self._probing.announced, **policy.announced)
         self._emit(RankReady(self._info))
 
     def handle(self, command: HubToRank) -> None:
@@ -146,6 +148,7 @@ class RankTransceiver:
         True while anything is queued or open. Raises AgentBroken when the agent has lost track of its writes.
         """
         begun = next((one for one in self._open if one.write.can_post), None)
+        self.posted = begun is not None or bool(self._queue)
         if begun is not None:
             self._post_more(begun)
         elif self._queue:
@@ -336,14 +339,12 @@ class RankTransceiver:
         reason: str = "",
         chunks: int = 0,
     ) -> None:
-        wanted = begins(order.destinations, plan.dst_rank)
+        wanted, who = begins(order.destinations, plan.dst_rank), (plan.src_rank, plan.dst_rank)
         extents = plan.extents(chunk_of(order), wanted) if outcome is WriterOutcome.DELIVERED else ()
-        who = (plan.src_rank, plan.dst_rank)
         self._emit(
             TransferNotice(order.key, *who, outcome, extents, reason, stats, receive=order.receive, chunks=chunks)
         )
 
     def _never(self, order: WriteOrder, dst_rank: int, reason: str) -> None:
-        outcome = WriterOutcome.NEVER_STARTED
-        who = (self.info.rank, dst_rank)
+        who, outcome = (self.info.rank, dst_rank), WriterOutcome.NEVER_STARTED
         self._emit(TransferNotice(order.key, *who, outcome, reason=reason, receive=order.receive))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from struct import Struct
+from struct import error as StructError
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,16 +33,29 @@ _PLACE = Struct("<4I")
 
 def write_block_lists(lists: Iterable[RankBlocks], into: transfer_blocks_pb2.BlockLists) -> None:
     """Fills a field of a message; it is there afterwards, also when there is no list."""
-    into.SetInParent()
     lists = tuple(lists)
+    if len(lists) == 1:
+        _write_one(lists[0], into)
+        return
+    into.SetInParent()
     if not lists:
         return
     ranks, groups, ids, begins = zip(*lists, strict=True)
     lengths = [len(one) for one in ids]
     into.count = len(lists)
     into.le_uint32 = joined_columns("I", (ranks, groups, begins, lengths))
-    joined = ids[0] if len(ids) == 1 else np.concatenate(ids)
-    into.le_int32 = joined.astype(_I32, copy=False).tobytes()
+    into.le_int32 = np.concatenate(ids).astype(_I32, copy=False).tobytes()
+
+
+def _write_one(one: RankBlocks, into: transfer_blocks_pb2.BlockLists) -> None:
+    """All that a group of one rank ever asks for: a third of the cost of columns."""
+    rank, group, ids, begin = one
+    into.count = 1
+    try:
+        into.le_uint32 = _PLACE.pack(rank, group, begin, len(ids))
+    except StructError as error:
+        raise ValueError(f"the place of a block list, {(rank, group, begin)}, does not fit: {error}") from error
+    into.le_int32 = (ids if ids.dtype is _I32 else ids.astype(_I32, copy=False)).tobytes()
 
 
 def block_lists_to_pb(lists: Iterable[RankBlocks]) -> transfer_blocks_pb2.BlockLists:

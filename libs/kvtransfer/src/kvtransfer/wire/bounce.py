@@ -52,7 +52,7 @@ def chunk_ready_from_pb(pb: transfer_bounce_pb2.ChunkReady, field: str = "chunk_
     """Raises WireError naming the field."""
     if not 0 < pb.bytes <= MAX_BYTES:
         raise WireError(f"{field}.bytes", f"{pb.bytes}: a chunk has bytes, at most {MAX_BYTES}")
-    return ChunkReady(_name_from_pb(pb, field), pb.bytes)
+    return ChunkReady(_name_from_pb(pb, field), pb.bytes, pb.host)
 
 
 def grant_to_pb(grant: Grant) -> transfer_bounce_pb2.Grant:
@@ -76,6 +76,7 @@ def chunk_to_pb(chunk: BounceChunk) -> transfer_bounce_pb2.BounceChunk:
         packed_end=chunk.end,
         arena_offset=chunk.offset,
         layer_groups=chunk.layer_groups,
+        host=chunk.host,
     )
 
 
@@ -94,6 +95,7 @@ def chunk_from_pb(pb: transfer_bounce_pb2.BounceChunk, field: str = "bounce_chun
         pb.packed_end,
         pb.arena_offset,
         tuple(pb.layer_groups),
+        pb.host,
     )
 
 
@@ -180,7 +182,7 @@ READERS = cast(
 
 
 def _ready_to_pb(ready: ChunkReady) -> transfer_bounce_pb2.ChunkReady:
-    return transfer_bounce_pb2.ChunkReady(name=_name_to_pb(ready.name), bytes=ready.nbytes)
+    return transfer_bounce_pb2.ChunkReady(name=_name_to_pb(ready.name), bytes=ready.nbytes, host=ready.host)
 
 
 def _name_to_pb(name: ChunkName) -> transfer_bounce_pb2.ChunkName:

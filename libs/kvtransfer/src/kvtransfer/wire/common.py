@@ -35,16 +35,18 @@ def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
 
 def write_key(key: RequestKey, pb: common_pb2.RequestKey) -> None:
     """Into a field of a message. Raises ValueError for a local id."""
-    if not MIN_REQUEST_ID <= key.request_id < MAX_REQUEST_ID:
-        raise ValueError(f"request id {key.request_id} is not in [2^40, 2^63): local ids never travel")
-    pb.request_id, pb.attempt = key.request_id, key.attempt
+    request_id, attempt = key
+    if not MIN_REQUEST_ID <= request_id < MAX_REQUEST_ID:
+        raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
+    pb.request_id, pb.attempt = request_id, attempt
 
 
 def key_from_pb(pb: common_pb2.RequestKey, field: str = "key") -> RequestKey:
     """Raises WireError when the id is outside [2^40, 2^63)."""
-    if not MIN_REQUEST_ID <= pb.request_id < MAX_REQUEST_ID:
-        raise WireError(f"{field}.request_id", f"{pb.request_id} is not in [2^40, 2^63)")
-    return RequestKey(pb.request_id, pb.attempt)
+    request_id = pb.request_id
+    if not MIN_REQUEST_ID <= request_id < MAX_REQUEST_ID:
+        raise WireError(f"{field}.request_id", f"{request_id} is not in [2^40, 2^63)")
+    return RequestKey(request_id, pb.attempt)
 
 
 def tokens_to_pb(tokens: TokenRange) -> common_pb2.TokenRange:
@@ -52,11 +54,18 @@ def tokens_to_pb(tokens: TokenRange) -> common_pb2.TokenRange:
     return common_pb2.TokenRange(begin=tokens.begin, end=tokens.end)
 
 
+def write_tokens(tokens: TokenRange, pb: common_pb2.TokenRange) -> None:
+    """Into a field of a message; it is there afterwards, also when both ends are 0."""
+    pb.SetInParent()
+    pb.begin, pb.end = tokens.begin, tokens.end
+
+
 def tokens_from_pb(pb: common_pb2.TokenRange, field: str = "tokens") -> TokenRange:
     """May be empty. Raises WireError when it runs backwards."""
-    if pb.begin > pb.end:
-        raise WireError(field, f"[{pb.begin}, {pb.end}) runs backwards")
-    return TokenRange(pb.begin, pb.end)
+    begin, end = pb.begin, pb.end
+    if begin > end:
+        raise WireError(field, f"[{begin}, {end}) runs backwards")
+    return TokenRange(begin, end)
 
 
 def trace_to_pb(trace: TraceContext | None) -> common_pb2.TraceContext | None:

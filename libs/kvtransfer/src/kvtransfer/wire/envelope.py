@@ -51,10 +51,12 @@ def take_messages(queue: deque[PeerBody], into: AnyEnvelope, most: int, nbytes: 
         else:
             count = 1
             write_peer_message(queue[0], message)
-        size += message.ByteSize()
-        if taken and size > nbytes:
-            del into.messages[-1]
-            break
+        # What is alone needs no measuring.
+        if taken or count < len(queue):
+            size += message.ByteSize()
+            if taken and size > nbytes:
+                del into.messages[-1]
+                break
         for _ in range(count):
             queue.popleft()
         taken += count
@@ -85,13 +87,15 @@ def envelope_from_pb(
     pb: AnyEnvelope,
 ) -> Envelope:
     """Either direction. Raises WireError when any message in it is malformed: then none of them is used."""
-    limited(pb.messages, MAX_ENVELOPE_MESSAGES, "envelope.messages")
-    if len(pb.src_incarnation) != INCARNATION_BYTES:
-        raise WireError("envelope.src_incarnation", f"{len(pb.src_incarnation)} bytes, not {INCARNATION_BYTES}")
-    if len(pb.dst_incarnation) not in (0, INCARNATION_BYTES):
-        raise WireError("envelope.dst_incarnation", f"{len(pb.dst_incarnation)} bytes, not {INCARNATION_BYTES} or 0")
-    messages = tuple(body for message in pb.messages for body in peer_bodies_from_pb(message))
-    return Envelope(pb.src_incarnation, pb.dst_incarnation, messages)
+    src, dst, messages = pb.src_incarnation, pb.dst_incarnation, pb.messages
+    if len(src) != INCARNATION_BYTES:
+        raise WireError("envelope.src_incarnation", f"{len(src)} bytes, not {INCARNATION_BYTES}")
+    if len(dst) not in (0, INCARNATION_BYTES):
+        raise WireError("envelope.dst_incarnation", f"{len(dst)} bytes, not {INCARNATION_BYTES} or 0")
+    if len(messages) == 1:
+        return Envelope(src, dst, peer_bodies_from_pb(messages[0]))
+    limited(messages, MAX_ENVELOPE_MESSAGES, "envelope.messages")
+    return Envelope(src, dst, tuple(body for message in messages for body in peer_bodies_from_pb(message)))
 
 
 def envelope_from_request_bytes(data: bytes) -> Envelope:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from isthmus.v1 import kv_pb2
 
 from kvtransfer.errors import WireError
@@ -19,10 +21,15 @@ from kvtransfer.wire.page_tables import MAX_NAME as MAX_NAME
 from kvtransfer.wire.page_tables import page_table_from_pb as page_table_from_pb
 from kvtransfer.wire.page_tables import page_table_to_pb as page_table_to_pb
 
+if TYPE_CHECKING:
+    from kvtransfer.pools import RegisteredRegion
+
 MAX_RANKS = 1 << 12
 MAX_METADATA = 1 << 24
 MAX_DIGEST = 64
 MAX_EXITED = 1 << 10
+# Regions of a rank beside its cache, in the order of RankInfo.
+_BESIDE = ("scratch", "arena", "host_scratch", "host_arena")
 
 
 def rank_info_to_pb(info: RankInfo) -> kv_pb2.RankInfo:
@@ -44,10 +51,10 @@ def rank_info_to_pb(info: RankInfo) -> kv_pb2.RankInfo:
             backend=info.agent.backend, name=info.agent.name, metadata=info.agent.metadata, epoch=info.agent.epoch
         ),
     )
-    if info.scratch is not None:
-        pb.scratch.CopyFrom(region_to_pb(info.scratch))
-    if info.arena is not None:
-        pb.arena.CopyFrom(region_to_pb(info.arena))
+    for name in _BESIDE:
+        region: RegisteredRegion | None = getattr(info, name)
+        if region is not None:
+            getattr(pb, name).CopyFrom(region_to_pb(region))
     pb.MergeFromString(info.extra)
     return pb
 
@@ -70,8 +77,7 @@ def rank_info_from_pb(pb: kv_pb2.RankInfo, field: str = "rank_info") -> RankInfo
                 pb.agent.epoch,
             ),
             extra(pb, field),
-            region_from_pb(pb.scratch, f"{field}.scratch") if pb.HasField("scratch") else None,
-            region_from_pb(pb.arena, f"{field}.arena") if pb.HasField("arena") else None,
+            *(region_from_pb(getattr(pb, one), f"{field}.{one}") if pb.HasField(one) else None for one in _BESIDE),
         )
 
 

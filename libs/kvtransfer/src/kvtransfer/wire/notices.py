@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
 from struct import Struct, unpack
+from struct import error as StructError
 from typing import TYPE_CHECKING, cast
 
 from isthmus.v1 import transfer_pb2
@@ -19,8 +20,8 @@ from isthmus.v1 import transfer_pb2
 from isthmus_core.ids import MAX_GLOBAL_ID, MIN_GLOBAL_ID
 from kvtransfer.errors import WireError
 from kvtransfer.ports import Extent, RequestKey, TokenRange, TransferNotice, TransferStats, WriterOutcome
-from kvtransfer.wire._columns import columns_from_bytes, columns_to_bytes, is_same, joined_columns, mapped, named_rows
-from kvtransfer.wire._read import MAX_REASON_SENT, limited, text
+from kvtransfer.wire._columns import columns_from_bytes, is_same, joined_columns, mapped, named_rows
+from kvtransfer.wire._read import MAX_REASON_SENT, MAX_TEXT, limited, text
 from kvtransfer.wire.stages import MAX_SECONDS, read_stages, write_stages
 
 if TYPE_CHECKING:
@@ -124,26 +125,34 @@ def notices_from_pb(pb: transfer_pb2.TransferNotices, field: str = "transfer_not
 def _write_one(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> None:
     """All that an instance of one rank ever says: a third of the cost of columns."""
     (request_id, attempt), src, dst, outcome, extents, reason, stats, not_held, receive, chunks = notice
-    size, descriptors, path, queue, plan, post, wire, bounced, predicted = stats[:9]
+    size, descriptors, path, queue, plan, post, wire, bounced, predicted, credit, gather, scatter, way = stats
     if not MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID:
         raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
     if queue < 0 or plan < 0 or post < 0 or wire < 0 or predicted < 0:
         raise ValueError(f"a duration of {stats} is negative")
-    texts = [text for text in (path, reason[:MAX_REASON_SENT]) if text]
-    path_number, reason_number = (1 if path else 0), (len(texts) if reason else 0)
+    count, named = len(extents), 0
+    if path:
+        into.texts.append(path)
+        named = 1
+    explained = 0
+    if reason:
+        into.texts.append(reason[:MAX_REASON_SENT])
+        explained = named + 1
     into.count = 1
-    into.le_uint64 = columns_to_bytes("Q", 5, (request_id, receive, size, descriptors, bounced))
-    small = (attempt, src, dst, outcome.value, not_held, chunks, len(extents), path_number, reason_number)
-    into.le_uint32 = columns_to_bytes("I", 9, small)
-    into.le_float64 = columns_to_bytes("d", 5, (queue, plan, post, wire, predicted))
-    if len(extents) == 1:
+    try:
+        into.le_uint64 = _FIVE_LARGE.pack(request_id, receive, size, descriptors, bounced)
+        into.le_uint32 = _NINE_SMALL.pack(
+            attempt, src, dst, _NUMBERS[outcome], not_held, chunks, count, named, explained
+        )
+        into.le_float64 = _FIVE_TIMES.pack(queue, plan, post, wire, predicted)
+    except StructError as error:
+        raise ValueError(f"a number of {notice} does not fit: {error}") from error
+    if count == 1:
         into.extents = _extent_to_bytes(extents[0])
-    elif extents:
+    elif count:
         into.extents = _extents_to_bytes(extents)
-    if texts:
-        into.texts.extend(texts)
-    if stats.bounced or stats.why:
-        write_stages(((stats.credit,), (stats.gather,), (stats.scatter,)), (stats.why,), into)
+    if bounced or way:
+        write_stages(((credit,), (gather,), (scatter,)), (way,), into)
 
 
 def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
@@ -160,14 +169,15 @@ def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
         return None
     places = (_extent(*_SIX_SMALL.unpack(data)),) if extents == 1 else _read_few(data, extents)
     outcome = _OUTCOMES.get(number)
-    texts: list[str] = list(pb.texts)
-    count = len(texts)
+    texts = ("", *pb.texts)
     fits = queue >= 0 and plan >= 0 and post >= 0 and wire >= 0 and predicted >= 0
     fits = fits and queue + plan + post + wire + predicted < MAX_SECONDS and MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID
-    if not fits or outcome is None or None in places or not_held or max(path, reason) > count:
+    count = len(texts)
+    if not fits or outcome is None or None in places or not_held or path >= count or reason >= count:
         return None
-    named = text(texts[path - 1], "transfer_notices.texts") if path else ""
-    why = text(texts[reason - 1], "transfer_notices.texts") if reason else ""
+    named, why = texts[path], texts[reason]
+    if len(named) > MAX_TEXT or len(why) > MAX_TEXT:
+        return None
     stats = TransferStats(size, descriptors, named, queue, plan, post, wire, bounced, predicted)
     if pb.le_stages or pb.le_whys:
         (stats,) = read_stages((stats,), pb, "transfer_notices")
@@ -182,7 +192,8 @@ def _read_few(data: bytes, count: int) -> tuple[Extent | None, ...]:
 
 
 def _extent_to_bytes(one: Extent) -> bytes:
-    return _SIX_SMALL.pack(one.layer_group, one.view, one.tokens.begin, one.tokens.end, one.layer_begin, one.layer_end)
+    tokens = one.tokens
+    return _SIX_SMALL.pack(one.layer_group, one.view, tokens.begin, tokens.end, one.layer_begin, one.layer_end)
 
 
 def _extents_to_bytes(extents: Sequence[Extent]) -> bytes:
@@ -213,21 +224,6 @@ def _extents(data: bytes, counts: Sequence[int], field: str) -> list[tuple[Exten
     every = cast("tuple[Extent, ...]", read)
     if total == len(counts) and is_same(counts):
         return list(zip(every))
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
-    every = cast("tuple[Extent, ...]", read)
     return [every[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 

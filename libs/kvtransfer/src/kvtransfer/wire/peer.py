@@ -42,17 +42,14 @@ from kvtransfer.wire.binding import (
     kv_intent_from_pb,
     not_bound_from_pb,
 )
-from kvtransfer.wire.block_lists import block_lists_from_pb, write_block_lists
 from kvtransfer.wire.common import (
     incompatibilities_from_pb,
     incompatibilities_to_pb,
     key_from_pb,
     key_to_pb,
-    tokens_from_pb,
-    trace_from_pb,
-    write_key,
 )
 from kvtransfer.wire.geometry import MAX_DIGEST, instance_info_from_pb, instance_info_to_pb
+from kvtransfer.wire.kv_request import kv_request_from_pb, write_kv_request
 from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notices
 from kvtransfer.wire.page_tables import MAX_NAME
 
@@ -78,7 +75,7 @@ def peer_message_to_pb(body: PeerBody) -> transfer_pb2.PeerMessage:
             return transfer_pb2.PeerMessage(reject=reject)
         case KvRequest():
             message = transfer_pb2.PeerMessage()
-            _write_kv_request(body, message.kv_request)
+            write_kv_request(body, message.kv_request)
             return message
         case TransferNotice():
             return transfer_pb2.PeerMessage(transfer_notices=notices_to_pb((body,)))
@@ -113,7 +110,7 @@ def write_peer_message(body: PeerBody, into: transfer_pb2.PeerMessage) -> None:
     """Any body, into a message of an envelope; what every request says is written in place."""
     match body:
         case KvRequest():
-            _write_kv_request(body, into.kv_request)
+            write_kv_request(body, into.kv_request)
         case TransferNotice():
             write_notices((body,), into.transfer_notices)
         case _:
@@ -243,33 +240,6 @@ def _reject_from_pb(pb: transfer_terms_pb2.Reject) -> Reject:
     return Reject(incompatibilities_from_pb(pb.incompatibilities, "reject.incompatibilities"))
 
 
-def _write_kv_request(request: KvRequest, pb: transfer_pb2.KvRequest) -> None:
-    write_key(request.key, pb.key)
-    pb.tokens.SetInParent()
-    pb.tokens.begin, pb.tokens.end = request.tokens.begin, request.tokens.end
-    write_block_lists(request.destinations, pb.destinations)
-    pb.receive, pb.may_retry, pb.src_dp = request.receive, request.may_retry, request.src_dp
-    trace = request.trace
-    if trace is not None:
-        pb.trace.trace_id, pb.trace.span_id, pb.trace.flags = trace.trace_id, trace.span_id, trace.flags
-
-
-def _kv_request_from_pb(pb: transfer_pb2.KvRequest) -> KvRequest:
-    present(pb, "key", "kv_request")
-    present(pb, "tokens", "kv_request")
-    if pb.receive == 0:
-        raise WireError("kv_request.receive", "0 or missing: receives are numbered from 1 on")
-    return KvRequest(
-        key=key_from_pb(pb.key, "kv_request.key"),
-        tokens=tokens_from_pb(pb.tokens, "kv_request.tokens"),
-        destinations=block_lists_from_pb(pb.destinations, "kv_request.destinations"),
-        trace=trace_from_pb(pb.trace, "kv_request.trace") if pb.HasField("trace") else None,
-        receive=pb.receive,
-        may_retry=pb.may_retry,
-        src_dp=pb.src_dp,
-    )
-
-
 def _cancel_from_pb(pb: transfer_pb2.Cancel) -> Cancel:
     present(pb, "key", "cancel")
     return Cancel(key_from_pb(pb.key, "cancel.key"), pb.receive)
@@ -331,7 +301,7 @@ _READERS = cast(
         "hello": _hello_from_pb,
         "welcome": _welcome_from_pb,
         "reject": _reject_from_pb,
-        "kv_request": _kv_request_from_pb,
+        "kv_request": kv_request_from_pb,
         "cancel": _cancel_from_pb,
         "reconcile": _reconcile_from_pb,
         "reconcile_reply": _reconcile_reply_from_pb,

@@ -26,7 +26,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.probe_ports import PeerProbed, ProbePeer
 from kvtransfer.wire._read import incarnation, limited, parse, present, text
-from kvtransfer.wire.block_lists import block_lists_from_pb, block_lists_to_pb
+from kvtransfer.wire.block_lists import block_lists_from_pb, write_block_lists
 from kvtransfer.wire.bounce import (
     grant_from_pb,
     grant_to_pb,
@@ -45,7 +45,8 @@ from kvtransfer.wire.common import (
     key_from_pb,
     key_to_pb,
     tokens_from_pb,
-    tokens_to_pb,
+    write_key,
+    write_tokens,
 )
 from kvtransfer.wire.geometry import (
     MAX_DIGEST,
@@ -69,15 +70,35 @@ from kvtransfer.wire.tools import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_Rare = LoadPeer | ForgetPeer | CancelWrite | ProbePeer | Grant | MeetSource | ScatterOrder
+
 MAX_BATCH = 1 << 16
 
 
 def rank_input_to_bytes(commands: Iterable[HubToRank]) -> bytes:
     """One RankInput frame, hub to rank."""
-    return transfer_ipc_pb2.RankInput(commands=[_command_to_pb(one) for one in commands]).SerializeToString()
+    pb = transfer_ipc_pb2.RankInput()
+    for one in commands:
+        if isinstance(one, WriteOrder):
+            # What every request says is written in place.
+            _write_order(one, pb.commands.add().write)
+        else:
+            pb.commands.append(_command_to_pb(one))
+    return pb.SerializeToString()
 
 
-def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
+def _write_order(order: WriteOrder, pb: transfer_ipc_pb2.WriteOrder) -> None:
+    write_key(order.key, pb.key)
+    write_tokens(order.tokens, pb.tokens)
+    pb.instance_id, pb.incarnation = order.instance_id, order.incarnation
+    write_block_lists(order.sources, pb.sources)
+    write_block_lists(order.destinations, pb.destinations)
+    pb.receive, pb.step = order.receive, order.step
+    if order.window is not None:
+        write_tokens(order.window, pb.window)
+
+
+def _command_to_pb(command: _Rare) -> transfer_ipc_pb2.RankCommand:
     match command:
         case LoadPeer(peer, ranks, bounce, require_path):
             load = transfer_ipc_pb2.LoadPeer(
@@ -90,19 +111,6 @@ def _command_to_pb(command: HubToRank) -> transfer_ipc_pb2.RankCommand:
         case ForgetPeer():
             forget = transfer_ipc_pb2.ForgetPeer(instance_id=command.instance_id, incarnation=command.incarnation)
             return transfer_ipc_pb2.RankCommand(forget_peer=forget)
-        case WriteOrder():
-            write = transfer_ipc_pb2.WriteOrder(
-                key=key_to_pb(command.key),
-                instance_id=command.instance_id,
-                incarnation=command.incarnation,
-                tokens=tokens_to_pb(command.tokens),
-                sources=block_lists_to_pb(command.sources),
-                destinations=block_lists_to_pb(command.destinations),
-                receive=command.receive,
-                window=None if command.window is None else tokens_to_pb(command.window),
-                step=command.step,
-            )
-            return transfer_ipc_pb2.RankCommand(write=write)
         case CancelWrite(key, receive):
             cancel = transfer_ipc_pb2.CancelWrite(key=key_to_pb(key), receive=receive)
             return transfer_ipc_pb2.RankCommand(cancel=cancel)
@@ -154,9 +162,9 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
 
 
 def _write_from_pb(pb: transfer_ipc_pb2.WriteOrder) -> WriteOrder:
-    present(pb, "key", "write")
     present(pb, "tokens", "write")
     return WriteOrder(
+        # A key that is not there has no id that is accepted.
         key=key_from_pb(pb.key, "write.key"),
         instance_id=text(pb.instance_id, "write.instance_id", MAX_NAME),
         incarnation=incarnation(pb.incarnation, "write"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtransfer.bounce.measuring import DEVICE_MOST, HOST_MOST, can_measure, measure_copies
-from kvtransfer.bounce.memory import default_arena_bytes, make_arena, make_copier
+from kvtransfer.bounce.memory import HostPages, default_arena_bytes, host_arena_bytes, make_arena, make_copier
 from kvtransfer.bounce.policy import UNIT_BYTES, BouncePolicy, starting_cost
 from kvtransfer.cost.book import CostBook
 from kvtransfer.cost.policies import StagingPolicy
@@ -38,9 +38,15 @@ def bounce_policy(config: IsthmusConfig, cache: RegisteredRegion) -> tuple[Bounc
     size = default_arena_bytes(cache, UNIT_BYTES, transfer.max_peers) if asked is None else asked
     made = [make_arena(cache, size) if wanted else None for wanted in (send, receive)]
     regions = [None if one is None else one[0] for one in made]
+    # Beside an arena on a device: for peers whose cache lies on the host.
+    on_host = host_arena_bytes(UNIT_BYTES, transfer.max_peers) if cache.memory_kind is MemoryKind.VRAM else 0
+    pages = [HostPages(on_host) if one is not None and on_host else None for one in made]
     policy = BouncePolicy(
         send=regions[0],
         receive=regions[1],
+        host_send=None if pages[0] is None else pages[0].region,
+        host_receive=None if pages[1] is None else pages[1].region,
+        lock_host=lambda: next((why for one in pages if one is not None and (why := one.lock())), ""),
         copier=copier,
         staging=staging,
         chunk_bytes=transfer.bounce_chunk_bytes,
@@ -52,4 +58,5 @@ def bounce_policy(config: IsthmusConfig, cache: RegisteredRegion) -> tuple[Bounc
     if can_measure(arena.size_bytes):
         most = DEVICE_MOST if cache.memory_kind is MemoryKind.VRAM else HOST_MOST
         book.copying(measure_copies(copier, arena.base_address, arena.size_bytes, most))
-    return policy, [one[1] for one in made if one is not None]
+    kept = (*(one and one[1] for one in made), *pages)
+    return policy, [one for one in kept if one is not None]

@@ -81,13 +81,16 @@ class RankRole:
             raise StartError(f"transfer.backend = {backend}: {error}") from error
 
     def _probing(self, config: IsthmusConfig, page_table: PageTable) -> ProbePolicy:
-        """Scratch memory of the kind the cache lies in, so that a measurement takes the way of the cache."""
+        """Scratch memory of the kind the cache lies in, so that a measurement takes the way of the cache; beside a
+        device also on the host, the way to peers whose cache lies there."""
         transfer, cache = config.transfer, page_table.regions[0]
+        made: list[tuple[RegisteredRegion, object]] = [host_scratch()]
         if cache.memory_kind is MemoryKind.VRAM:
-            scratch, self._scratch = device_scratch(cache.device_id)
-        else:
-            scratch, self._scratch = host_scratch()
-        return ProbePolicy(scratch, transfer.probe_on_connect, transfer.require_path or "")
+            made.insert(0, device_scratch(cache.device_id))
+        self._scratch = made
+        regions = [one[0] for one in made]
+        on_host = regions[1] if len(regions) > 1 else None
+        return ProbePolicy(regions[0], transfer.probe_on_connect, transfer.require_path or "", on_host)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread. Writes that are open then end with the process."""

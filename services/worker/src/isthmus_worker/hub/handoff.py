@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -60,9 +61,10 @@ class Handoff:
 
     def from_rank(self, rank: int, message: RankToHub) -> None:
         """A rank role says."""
-        if isinstance(message, TransferNotice):
-            self._watched.notice(message)
         self._transfer.from_rank(rank, message)
+        if isinstance(message, TransferNotice):
+            # After what goes to the peer, whose request waits for it.
+            asyncio.get_running_loop().call_soon(self._watched.notice, message)
 
     def set_peers(self, peers: Sequence[ContextPeer]) -> None:
         """The complete list of context instances to keep a stream to."""

@@ -49,8 +49,6 @@ def choose_attention(asked: str, config: ModelConfig, dtype: torch.dtype, device
     if asked == "sdpa":
         return AttentionChoice("sdpa", "engine.attention = sdpa")
     problem = why_not_flashinfer(config, dtype, device)
-    if problem is None and asked == "auto" and any(window is not None for window in config.windows):
-        problem = "the model has layers with a sliding window, for which it has to be asked for by name"
     if problem is None:
         return AttentionChoice("flashinfer", f"engine.attention = {asked}")
     if asked == "flashinfer":

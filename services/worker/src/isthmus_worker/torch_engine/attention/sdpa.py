@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from isthmus_worker.torch_engine.attention.reads import decode_reads, prefill_read
 
@@ -103,7 +104,7 @@ class _Prefill:
     runs: Tensor | None
     context: int
     blank: int  # as many of the first gathered tokens are to be blanked
-    mask: Tensor | None  # [tokens, context]; None: plain causal
+    mask: Tensor | None  # [tokens, context], or a bias that stands for one; None: plain causal
 
 
 class _Parts:
@@ -130,7 +131,11 @@ def _decode_part(read: DecodeRead, pool: KvPool) -> _Decode:
 
 def _prefill_part(read: PrefillRead, pool: KvPool, window: int | None) -> _Prefill:
     mask = None
-    if read.start > 0 or (window is not None and window < read.stop):
+    windowed = window is not None and window < read.stop
+    if read.start > 0 and not windowed and pool.device.type == "cuda":
+        # No mask to read: the fused kernels know this one, and with one of ours they would not take grouped heads.
+        mask = causal_lower_right(read.stop - read.start, read.stop - read.first)
+    elif read.start > 0 or windowed:
         keys, queries = torch.arange(read.first, read.stop)[None], torch.arange(read.start, read.stop)[:, None]
         visible = keys <= queries
         if window is not None:
