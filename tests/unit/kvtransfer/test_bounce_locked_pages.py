@@ -47,10 +47,19 @@ def test_pages_are_unlocked_before_their_address_is_given_away(driver: Driver):
 
 
 def test_a_driver_that_locks_nothing_says_so_and_is_not_asked_again(driver: Driver):
-    driver.cudaHostRegister = lambda *_: 712  # type: ignore[method-assign]
+    driver.cudaHostRegister = lambda *_: 2  # type: ignore[method-assign]
     pages = HostPages(1 << 20)
     problem = pages.lock()
     assert "CUDA locks no 1048576 bytes" in problem
-    assert "(error 712)" in problem
+    assert "(error 2)" in problem
     driver.cudaHostRegister = lambda *_: 0  # type: ignore[method-assign]
     assert pages.lock() == problem
+
+
+def test_pages_that_the_agent_has_locked_are_left_to_it(driver: Driver):
+    pages = HostPages(1 << 20)
+    driver.cudaHostRegister(pages.region.base_address, 1 << 20, 0)  # as UCX does when they are registered with NIXL
+    assert pages.lock() == ""
+    del pages
+    gc.collect()
+    assert len(driver.locked) == 1

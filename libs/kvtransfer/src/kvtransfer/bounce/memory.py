@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 HOST_ARENA, DEVICE_ARENA, DEVICE_SHARE = 64 << 20, 512 << 20, 64
 # Flags of cudaHostRegister.
 _PORTABLE, _MAPPED = 1, 2
+# Its error for memory that somebody in this process has registered.
+_LOCKED_ALREADY = 712
 
 
 def default_arena_bytes(cache: RegisteredRegion, unit_bytes: int, max_peers: int) -> int:
@@ -71,20 +73,31 @@ class HostPages:
 
         runtime, address = cast("Any", torch.cuda.cudart()), self.region.base_address
         error = int(runtime.cudaHostRegister(address, self.region.size_bytes, _PORTABLE | _MAPPED))
+        if error == _LOCKED_ALREADY:
+            # By the agent: UCX locks host memory that is registered with it, and lets go when that ends.
+            self._locked = True
+            _clear_error()
+            return ""
         if error:
             self._problem = (
                 f"CUDA locks no {self.region.size_bytes} bytes of host memory for an arena (error {error}): raise the "
                 "limit of locked memory, or make transfer.max_peers smaller"
             )
-            if torch.cuda.is_initialized():
-                with contextlib.suppress(RuntimeError):
-                    # The next call into CUDA would be blamed for it.
-                    torch.zeros(1, device="cuda")
+            _clear_error()
             return self._problem
         self._locked = True
         # The address may be given out again, and CUDA must not believe that it is locked still.
         weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
         return ""
+
+
+def _clear_error() -> None:
+    """The next call into CUDA would be blamed for an error that has been dealt with."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
 
 
 def make_copier(cache: RegisteredRegion) -> Copier:

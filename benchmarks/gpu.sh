@@ -1,8 +1,8 @@
 #!/bin/bash
-# What one GPU is enough for, both instances of a hand-off on it; JSON and logs into FOLDER. `tests` and `figures` take
-# less than ten minutes each.
+# Everything about hand-offs that GPUs are needed for; JSON and logs into FOLDER. `tests` and `figures` take less than ten
+# minutes each. With two GPUs a cache goes from one to the other; with one both instances are on it.
 #
-#   benchmarks/one_gpu.sh FOLDER tests|figures|all [WHEEL...]
+#   benchmarks/gpu.sh FOLDER tests|figures|all [WHEEL...]
 #
 # ONLY in the environment: names of the steps to take. WHEELs are unpacked first, for a machine without an index. Needs
 # torch with triton, transformers, nixl and what the packages under libs/ and services/worker/ depend on, pytest for the
