@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from placement_plot import draw
+from bar_plot import draw
 from placement_trace import Arrival, make_trace
 from report import Row, argument_parser, at_least, at_most, figure, show
 

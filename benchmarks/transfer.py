@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from report import Row, argument_parser, at_least, at_most, show, write
 from transfer_cases import CASES
-from transfer_pair import Pair, Setting
+from transfer_half import Setting
+from transfer_pair import Pair
 
 if TYPE_CHECKING:
     import argparse

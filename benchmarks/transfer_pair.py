@@ -10,202 +10,27 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transfer_cases import Case, Side, block_lists, table, table_bytes
+from transfer_cases import Case, block_lists, table_bytes
 
-from kvtransfer.agents import make_agent
 from kvtransfer.bounce.copying import copy_rows
-from kvtransfer.bounce.measuring import DEVICE_MOST, HOST_MOST, measure_copies
-from kvtransfer.bounce.memory import HOST_ARENA, HostPages, make_arena, make_copier
-from kvtransfer.bounce.policy import BouncePolicy, starting_cost
-from kvtransfer.bounce_ports import Grant, PeerWord, Scattered
-from kvtransfer.cost.book import CostBook
-from kvtransfer.cost.policies import StagingPolicy
+from kvtransfer.bounce_ports import Grant, Scattered
 from kvtransfer.messages import KvRequest
-from kvtransfer.page_table import MemoryKind, RegisteredRegion
 from kvtransfer.peer_plan import build_source_plans
-from kvtransfer.ports import LoadPeer, PeerLoaded, RankBlocks, RequestKey, TokenRange, TransferNotice, WriteOrder
-from kvtransfer.rank_info import InstanceInfo, InstanceRole, ModelFingerprint, Topology
+from kvtransfer.ports import PeerLoaded, RankBlocks, RequestKey, TokenRange, TransferNotice, WriteOrder
+from kvtransfer.rank_info import InstanceInfo
 from kvtransfer.regions import RegionPairs
 from kvtransfer.session.actions import ToPeer, ToRank
 from kvtransfer.session.bounce_receive import BounceReceive
-from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
-from kvtransfer.transceiver.rank import RankTransceiver
 from kvtransfer.transfer import StridedRuns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvtransfer.rank_info import RankInfo
     from kvtransfer.session.actions import Action
-
-MODEL = ModelFingerprint(b"w" * 16, b"a" * 16, "BF16")
-# Both processes may look all the time.
-SPIN = (os.cpu_count() or 1) > 4
-CONTEXT, GENERATION = ("c", b"c" * 16), ("g", b"g" * 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How a run bounces. `chunk_bytes` 0: what the cost model finds; `depth` 1 and one chunk: in series."""
-
-    staging: str = "cost"
-    chunk_bytes: int = 0
-    depth: int = 3
-
-
-@dataclass(slots=True)
-class Memory:
-    """The memory of one side: on the host, or on CUDA device `device`."""
-
-    device: int | None
-    keep: list[Any] = field(default_factory=list[Any])
-
-    def take(self, nbytes: int, seed: int | None) -> tuple[RegisteredRegion, Any]:
-        """Registered-to-be memory, random bytes by `seed`, and the array or tensor."""
-        if self.device is None:
-            array = np.zeros(nbytes, np.uint8)
-            if seed is not None:
-                array[:] = pattern(nbytes, seed)
-            self.keep.append(array)
-            return RegisteredRegion(int(array.ctypes.data), nbytes, MemoryKind.DRAM), array
-        import torch
-
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self.device}")
-        if seed is not None:
-            tensor.copy_(torch.from_numpy(pattern(nbytes, seed)))
-        self.keep.append(tensor)
-        return RegisteredRegion(tensor.data_ptr(), nbytes, MemoryKind.VRAM, self.device), tensor
-
-
-def pattern(nbytes: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes that both sides can make."""
-    return np.random.default_rng(seed).integers(0, 1 << 63, -(-nbytes // 8), np.int64).view(np.uint8)[:nbytes]
-
-
-class Half:
-    """What both processes have."""
-
-    def __init__(self, name: tuple[str, bytes], case: Case, tokens: int, device: int | None, arena: int) -> None:
-        side = case.src if name is CONTEXT else case.dst
-        self.case, self.tokens, self.memory = case, tokens, Memory(device)
-        self.blocks = -(-tokens // side.block)
-        seed = 1 if name is CONTEXT else None
-        self.cache, self.bytes = self.memory.take(table_bytes(side, self.blocks, case.layers), seed)
-        self.events: list[Any] = []
-        scratch, _ = self.memory.take(SCRATCH_BYTES, 2)
-        region, keep = make_arena(self.cache, arena)
-        self.memory.keep.append(keep)
-        self.copier = make_copier(self.cache)
-        most = HOST_MOST if device is None else DEVICE_MOST
-        copies = measure_copies(self.copier, region.base_address, region.size_bytes, most)
-        self.book = CostBook(starting_cost(self.cache.memory_kind))
-        self.book.copying(copies)
-        sends = name is CONTEXT
-        end = "send" if sends else "receive"
-        arenas: dict[str, Any] = {end: region}
-        on_host = None
-        if device is not None:
-            # As a worker has them beside a device: for a peer whose cache lies on the host.
-            pages = HostPages(min(arena, HOST_ARENA))
-            arenas |= {f"host_{end}": pages.region, "lock_host": pages.lock}
-            on_host, kept = host_scratch()
-            self.memory.keep += [pages, kept]
-        self.policy = replace(BouncePolicy(copier=self.copier, book=self.book), **arenas)
-        kind = (self.cache.memory_kind, self.cache.device_id)
-        page_table, _ = table(side, self.cache.base_address, self.blocks, self.case.layers, kind)
-        self.agent = make_agent("nixl", name[0])
-        # The other heads of a wider peer are those of ranks that stay silent.
-        other = case.dst if name is CONTEXT else case.src
-        self.ranks = max(1, other.heads // side.heads)
-        self.rank = RankTransceiver(
-            page_table,
-            0,
-            Topology(tp_size=self.ranks),
-            self.agent,
-            self.events.append,
-            time.perf_counter,
-            1 << 40,
-            ProbePolicy(scratch, host_scratch=on_host),
-            self.policy,
-        )
-        self.rank.start()
-        self.events.clear()
-        role = InstanceRole.CONTEXT if sends else InstanceRole.GENERATION
-        self.info = InstanceInfo(*name, "h:1", role, MODEL, (self.rank.info, *self._silent(side, kind)))
-
-    def _silent(self, side: Side, kind: tuple[MemoryKind, int]) -> Iterator[RankInfo]:
-        for number in range(1, self.ranks):
-            other = replace(side, first_head=number * side.heads)
-            page_table, _ = table(other, self.cache.base_address, self.blocks, self.case.layers, kind)
-            topology = Topology(tp_size=self.ranks, tp_rank=number)
-            yield replace(self.rank.info, rank=number, topology=topology, page_table=page_table)
-
-    def set(self, setting: Setting) -> None:
-        """How to bounce from now on."""
-        for name, value in (("staging", StagingPolicy(setting.staging)), ("depth", setting.depth)):
-            object.__setattr__(self.policy, name, value)
-        size = setting.chunk_bytes or 128 << 20
-        object.__setattr__(self.policy, "chunk_bytes", size)
-        object.__setattr__(self.policy, "unit_bytes", size if setting.chunk_bytes else 1 << 20)
-
-    def take(self) -> list[Any]:
-        events, self.events[:] = list(self.events), []
-        return events
-
-
-def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, arena: int) -> None:
-    """Serves the context side until the pipe closes."""
-    half = Half(CONTEXT, case, tokens, device, arena)
-    pipe.send(half.info)
-    half.rank.handle(LoadPeer(pipe.recv(), half.info.ranks, bounce=True))
-    while not any(isinstance(one, PeerLoaded) for one in half.events):
-        half.rank.poll()
-    (loaded,) = half.take()
-    pipe.send(loaded)
-    pipe.send(half.book.cost(half.agent.path(_remote(half))))
-    busy = SPIN
-    while True:
-        # As a rank's thread, which sleeps shortly where a core is not to spare. (A poll with a timeout takes whole ms.)
-        wait = 0 if busy else None
-        while pipe.poll(wait):
-            wait = 0
-            try:
-                message = pipe.recv()
-            except EOFError:
-                os._exit(0)
-            if isinstance(message, Setting):
-                half.set(message)
-            elif isinstance(message, tuple):
-                pipe.send(_raw(half, *message))
-            else:
-                half.rank.handle(message)
-        busy = half.rank.poll() or SPIN
-        said = half.take()
-        if busy and not said and not SPIN:
-            time.sleep(20e-6)
-        for event in said:
-            pipe.send(event.body if isinstance(event, PeerWord) else event)
-
-
-def _remote(half: Half) -> str:
-    return next(iter(half.rank._peers.values())).info.ranks[0].agent.name  # pyright: ignore[reportPrivateUsage]
-
-
-def _raw(half: Half, address: int, nbytes: int) -> float:
-    """Seconds of one NIXL write of one piece."""
-    ends = (np.array([half.cache.base_address]), np.array([address]), np.array([nbytes]))
-    began = time.perf_counter()
-    handle = half.agent.submit(RegionPairs(*ends), _remote(half))
-    while half.agent.poll(handle).state.name == "IN_FLIGHT":
-        pass
-    took = time.perf_counter() - began
-    half.agent.release(handle)
-    return took
+from transfer_half import CONTEXT, GENERATION, SPIN, Half, Setting, context_main, pattern
 
 
 class Pair:
@@ -219,6 +44,8 @@ class Pair:
         arguments = (theirs, case, self.tokens, devices[0], arena)
         self.child = context.Process(target=context_main, args=arguments, daemon=True)
         self.child.start()
+        # Context, generation; and what the last run took of the processor, in seconds.
+        self.processes, self.processor = (self.child.pid or 0, os.getpid()), [0.0, 0.0]
         theirs.close()
         self.pipe = ours
         self.half = Half(GENERATION, case, self.tokens, devices[1], arena)
@@ -265,11 +92,12 @@ class Pair:
         self.count += 1
         key, tokens = RequestKey((1 << 40) + self.count), TokenRange(0, self.tokens)
         mine, theirs = RankBlocks(0, 0, self.lists[1]), RankBlocks(0, 0, self.lists[0])
-        began = time.perf_counter()
+        before, began = [processor_s(one) for one in self.processes], time.perf_counter()
         self.hub.asked(CONTEXT, KvRequest(key, tokens, (mine,), receive=self.count))
         self.pipe.send(WriteOrder(key, *GENERATION, tokens, (theirs,), (mine,), self.count))
         notice = self._wait()
         took = time.perf_counter() - began
+        self.processor = [processor_s(one) - was for one, was in zip(self.processes, before, strict=True)]
         if notice.outcome.name != "DELIVERED" or not self._same():
             raise RuntimeError(f"{self.case.name}, {setting}: {notice.outcome.name} {notice.reason or 'other bytes'}")
         return took, notice
@@ -348,3 +176,11 @@ class Pair:
         import torch
 
         return bool(torch.equal(self.half.bytes, self._expected))
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time of all threads of a process so far, to the nanosecond."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total += int((task / "schedstat").read_text().split()[0])
+    return total * 1e-9

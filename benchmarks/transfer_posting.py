@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from report import Row, argument_parser, figure, interleaved, show, write
-from transfer_pair import Memory, pattern
+from transfer_half import Memory, pattern
 
 from kvtransfer.agents.base import WriteState
 from kvtransfer.agents.nixl import NixlAgent

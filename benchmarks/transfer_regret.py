@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from transfer_cases import HEAD_BYTES, Case, Side
-from transfer_pair import Pair, Setting
+from transfer_half import Setting
+from transfer_pair import Pair
 
 from kvtransfer.cost.book import HOST
 from kvtransfer.cost.model import Shape
