@@ -25,3 +25,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=nightly)
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a test has failed with that passed when it was repeated (`RERUNS`): a bug to mend."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first failure of {report.nodeid}")
+        terminalreporter.line(report.longreprtext)

@@ -136,7 +136,7 @@ async def test_prometheus_scrapes_every_service(project: Project):
 
         def query(text: str) -> list[dict[str, Any]]:
             answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": text}, timeout=5)
-            return answer.json()["data"]["result"]
+            return answer.raise_for_status().json()["data"]["result"]
 
         async def seen(text: str, count: int) -> None:
             async with asyncio.timeout(60):
