@@ -51,4 +51,5 @@ async def test_minutes_of_it(tmp_path: Path) -> None:
         tally = await run_chaos(site, VICTIMS * 3, PROMPTS, expected, rate=50, max_tokens=MAX_TOKENS, pause_s=3.0)
         assert tally.recovered > 0
         assert tally.share_lost < 0.1, str(tally)
-        assert tally.share_failed < 0.1, str(tally)
+        # None on a quiet machine; one that can not do 50 requests a second ends some at their deadlines.
+        assert tally.share_failed < 0.02, str(tally)
