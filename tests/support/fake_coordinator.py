@@ -64,10 +64,13 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
                     self._changed.set()
             finally:
                 outbox.put_nowait(None)
+                self._changed.set()
 
         listening = asyncio.create_task(listen())
         try:
             if not self.mute:
+                # As the real one: Welcome answers Hello. Who has it may look at what was said.
+                await self.until(lambda: bool(heard) or not outbox.empty())
                 yield Response(welcome=self.welcome)
             while (message := await outbox.get()) is not None:
                 if isinstance(message, grpc.StatusCode):
