@@ -19,7 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Nightly tests run only where they are asked for: `pytest -m nightly`."""
+    """Nightly tests run only where they are asked for: `pytest -m nightly`. Those for a GPU say that there is none."""
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in for_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that torch sees"))
     if "nightly" in str(config.option.markexpr):
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 # About a fifth of a second on an H200.
 LONG_CYCLES = 400_000_000

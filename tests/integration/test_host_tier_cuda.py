@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
 

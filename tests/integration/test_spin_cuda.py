@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.integration,
     pytest.mark.timeout(200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 # About a second on an H200.
 LONG_CYCLES = 2_000_000_000

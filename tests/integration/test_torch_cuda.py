@@ -30,7 +30,6 @@ from tiny_models import tiny_llama, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(540),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 NUM_BLOCKS = 200
 LENGTHS = (1, 15, 16, 17, 33, 300, 900)

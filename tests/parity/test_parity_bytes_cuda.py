@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 # The last block of a prompt is whole, partly filled, and holds one token.
 LENGTHS = (16, 75, 145)

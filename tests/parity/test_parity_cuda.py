@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 VOCAB = 8192
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

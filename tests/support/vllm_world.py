@@ -28,6 +28,19 @@ ENVIRONMENT = {
 }
 
 
+# Context and generation; two of vLLM, or one of each engine.
+PAIRS = [
+    ("vllm-context", "vllm-generation"),
+    ("torch-context", "vllm-generation"),
+    ("vllm-context", "torch-generation"),
+]
+
+
+def prompt(length: int) -> list[int]:
+    """Different for every length: nothing of one is in the prefix cache for another."""
+    return [(length * 131 + place * 37) % 40_000 + 5 for place in range(length)]
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker and the coordinator it is registered with."""

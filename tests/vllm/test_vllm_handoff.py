@@ -10,7 +10,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from vllm_world import World, until
+from vllm_world import PAIRS, World, prompt, until
 from worker_process import GENERATION, leg, tokens
 
 pytestmark = [
@@ -20,18 +20,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PAIRS = [
-    ("vllm-context", "vllm-generation"),
-    ("torch-context", "vllm-generation"),
-    ("vllm-context", "torch-generation"),
-]
 # One token; a part of a block, blocks of 32 and of 128 to the token, one more; a chunked prompt.
 LENGTHS = (1, 5, 32, 128, 129, 700)
-
-
-def prompt(length: int) -> list[int]:
-    """Different for every length: nothing of one is in the prefix cache for another."""
-    return [(length * 131 + place * 37) % 40_000 + 5 for place in range(length)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from vllm_world import World, running_world, torch_settings, vllm_settings
+from vllm_world import PAIRS, World, prompt, running_world, torch_settings, vllm_settings
 
 pytestmark = [
     pytest.mark.vllm,
@@ -19,16 +19,6 @@ pytestmark = [
 ]
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 255, 256, 511, 1000, 2047, 3000, 4000)
-PAIRS = [
-    ("vllm-context", "vllm-generation"),
-    ("torch-context", "vllm-generation"),
-    ("vllm-context", "torch-generation"),
-]
-
-
-def prompt(length: int) -> list[int]:
-    """Different for every length."""
-    return [(length * 131 + place * 37) % 40_000 + 5 for place in range(length)]
 
 
 @pytest_asyncio.fixture(

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from isthmus_core.process import free_port
-from vllm_world import ROOT, World, running_world, torch_settings, until, vllm_settings
+from vllm_world import PAIRS, ROOT, World, prompt, running_world, torch_settings, until, vllm_settings
 from worker_process import GENERATION, leg, tokens
 
 pytestmark = [
@@ -23,11 +23,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-PAIRS = [
-    ("vllm-context", "vllm-generation"),
-    ("torch-context", "vllm-generation"),
-    ("vllm-context", "torch-generation"),
-]
 PORTS = {"vllm-context": free_port(), "vllm-generation": free_port()}
 
 
@@ -47,10 +42,6 @@ async def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     }
     async with running_world(tmp_path_factory.mktemp("served"), settings) as running:
         yield running
-
-
-def prompt(length: int) -> list[int]:
-    return [(length * 131 + place * 37) % 40_000 + 5 for place in range(length)]
 
 
 @pytest.mark.parametrize("length", [1, 32, 129, 700])

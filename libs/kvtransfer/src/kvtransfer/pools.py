@@ -41,6 +41,11 @@ class MemoryKind(Enum):
     OBJECT = 4
     FILE = 5
 
+    def meets(self, peer: MemoryKind) -> bool:
+        """True when a transfer with a peer whose cache lies in that kind goes through memory of this kind. Otherwise it
+        goes through host memory beside it: different kinds meet in DRAM, on both sides."""
+        return self is peer or self is MemoryKind.DRAM
+
 
 class MapperKind(Enum):
     """How the bytes of a buffer are cut when two sides hold different heads. Values of `isthmus.v1.MapperKind`."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvtransfer.pools import RegisteredRegion
 
 INCARNATION_BYTES = 16
-# Regions of a rank beside its cache.
-_BESIDE = ("scratch", "arena", "host_scratch", "host_arena")
+# Fields of RankInfo, in their order: regions of a rank beside its cache.
+BESIDE = ("scratch", "arena", "host_scratch", "host_arena")
 
 
 class InstanceRole(Enum):
@@ -111,7 +111,7 @@ class RankInfo:
     def __post_init__(self) -> None:
         if self.rank != self.topology.flat_rank:
             raise GeometryError("rank", self.rank, f"topology says flat rank {self.topology.flat_rank}")
-        for name in _BESIDE:
+        for name in BESIDE:
             extra: RegisteredRegion | None = getattr(self, name)
             if extra is None:
                 continue
@@ -123,20 +123,16 @@ class RankInfo:
     @property
     def regions(self) -> tuple[RegisteredRegion, ...]:
         """Everything that is registered with the agent."""
-        beside = (self.scratch, self.arena, self.host_scratch, self.host_arena)
+        beside: list[RegisteredRegion | None] = [getattr(self, name) for name in BESIDE]
         return (*self.page_table.regions, *(one for one in beside if one is not None))
 
     def scratch_for(self, peer: MemoryKind) -> RegisteredRegion | None:
         """Where to measure with a peer whose cache lies in that kind of memory: in that kind, or on both hosts."""
-        return self.scratch if self._meets(peer) else self.host_scratch
+        return self.scratch if self.page_table.memory_kind.meets(peer) else self.host_scratch
 
     def arena_for(self, peer: MemoryKind) -> RegisteredRegion | None:
         """The arena for chunks of a peer whose cache lies in that kind of memory."""
-        return self.arena if self._meets(peer) else self.host_arena
-
-    def _meets(self, peer: MemoryKind) -> bool:
-        mine = self.page_table.memory_kind
-        return mine is peer or mine is MemoryKind.DRAM
+        return self.arena if self.page_table.memory_kind.meets(peer) else self.host_arena
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class BouncePolicy:
 
     def send_for(self, mine: MemoryKind, peer: MemoryKind) -> RegisteredRegion | None:
         """The arena for chunks to a peer whose cache lies in that kind of memory; `mine`: where this rank's does."""
-        return self.send if mine is peer or mine is MemoryKind.DRAM else self.host_send
+        return self.send if mine.meets(peer) else self.host_send
 
     def limits(self, send: RegisteredRegion, receive: RegisteredRegion) -> ChunkLimits:
         """Sizes of chunks from one arena to the other, so that `depth` of them fit into both."""

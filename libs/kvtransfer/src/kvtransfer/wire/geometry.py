@@ -8,6 +8,7 @@ from isthmus.v1 import kv_pb2
 
 from kvtransfer.errors import WireError
 from kvtransfer.rank_info import (
+    BESIDE,
     AgentDescriptor,
     InstanceInfo,
     InstanceRole,
@@ -28,8 +29,6 @@ MAX_RANKS = 1 << 12
 MAX_METADATA = 1 << 24
 MAX_DIGEST = 64
 MAX_EXITED = 1 << 10
-# Regions of a rank beside its cache, in the order of RankInfo.
-_BESIDE = ("scratch", "arena", "host_scratch", "host_arena")
 
 
 def rank_info_to_pb(info: RankInfo) -> kv_pb2.RankInfo:
@@ -51,7 +50,7 @@ def rank_info_to_pb(info: RankInfo) -> kv_pb2.RankInfo:
             backend=info.agent.backend, name=info.agent.name, metadata=info.agent.metadata, epoch=info.agent.epoch
         ),
     )
-    for name in _BESIDE:
+    for name in BESIDE:
         region: RegisteredRegion | None = getattr(info, name)
         if region is not None:
             getattr(pb, name).CopyFrom(region_to_pb(region))
@@ -77,7 +76,7 @@ def rank_info_from_pb(pb: kv_pb2.RankInfo, field: str = "rank_info") -> RankInfo
                 pb.agent.epoch,
             ),
             extra(pb, field),
-            *(region_from_pb(getattr(pb, one), f"{field}.{one}") if pb.HasField(one) else None for one in _BESIDE),
+            *(region_from_pb(getattr(pb, one), f"{field}.{one}") if pb.HasField(one) else None for one in BESIDE),
         )
 
 
