@@ -33,6 +33,7 @@ class _Servicer(rpc.KvTransferServiceServicer):
                     if isinstance(body, KvRequest):
                         for notice in answer(body):
                             outbox.say(notice, INCARNATION)
+                await outbox.gets_its_turn()
             outbox.end(EndReason.UNNEEDED, "done")
 
         reader = asyncio.create_task(read())
@@ -80,6 +81,7 @@ class Peer:
         self._call = rpc.KvTransferServiceStub(self._channel).Connect()
         self._heard = 0
         self._wanted = 0
+        self._heard_at = 0.0
         self._enough = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._number = 0
@@ -88,6 +90,7 @@ class Peer:
         async for envelope in self._call:
             self._heard += len(envelope_from_pb(envelope).messages)
             if self._heard >= self._wanted:
+                self._heard_at = time.perf_counter()
                 self._enough.set()
 
     async def _write(self) -> None:
@@ -110,12 +113,13 @@ class Peer:
             await self._enough.wait()
 
     async def round_trip(self, blocks: int, lists: int = 1, messages: int = 1) -> float:
-        """Seconds from saying `messages` requests until every answer is here."""
+        """Seconds from saying `messages` requests until every answer is here: where a hub goes on with it, in the task
+        that reads."""
         begin, target = time.perf_counter(), self._heard + lists * messages
         for _ in range(messages):
             self.say(blocks, lists)
         await self.heard(target)
-        return time.perf_counter() - begin
+        return self._heard_at - begin
 
     async def rate(self, blocks: int, window: int, total: int) -> float:
         """Requests per second with at most `window` of them unanswered."""

@@ -70,7 +70,7 @@ figures() {
     step chunked-prefill 140 python3 benchmarks/chunked_prefill.py --device cuda:0 --chunk 1024 --block 32 \
         --generation-device "cuda:$(($(nvidia-smi -L | wc -l) - 1))" --deadline 100 --json "$out/chunked-prefill.json"
     step transfers-256 115 $transfer --mib 256 --deadline 90 --json "$out/transfers-256.json"
-    step regret 170 $transfer --regret 200 --json "$out/regret.json"
+    step regret 330 $transfer --regret 200 --json "$out/regret.json"
     step transfers-1024 115 $transfer --mib 1024 --deadline 90 --json "$out/transfers-1024.json"
 }
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transfer_cases import Case
 
 MIB = 1 << 20
+# Turns of every way before those that count.
+WARM = 4
 # Beyond this a direct write takes longer than everything else together.
 MANY = 40_000
 DEVICES = "both caches on the host, both on GPUs (one or two), or one here and one there, both ways"
@@ -37,26 +39,37 @@ FASTER = {"host": ((512, 3.0), (2048, 1.5), (4096, 1.2)), "cuda": ((16 << 10, 10
 
 def measure(case: Case, nbytes: int, devices: tuple[int | None, int | None], rounds: int) -> dict[str, object]:
     """Medians in seconds, interleaved, of one case and size."""
-    arena = min(nbytes * 2, 512 * MIB if None in devices else 2048 * MIB)
+    arena = arena_bytes(nbytes, devices)
     began = time.perf_counter()
     pair = Pair(case, nbytes, devices, arena)
     try:
         whole = 1 << (pair.nbytes - 1).bit_length()
+        planning: list[float] = []
+
+        def decided() -> float:
+            took, notice = pair.run(Setting("cost"))
+            planning.append(notice.stats.queue + notice.stats.plan)
+            return took
+
         ways: dict[str, Callable[[], float]] = {
             "one write": pair.raw,
             "pipelined": lambda: pair.run(Setting("always"))[0],
-            "decided": lambda: pair.run(Setting("cost"))[0],
+            "decided": decided,
         }
         if whole <= arena:
             ways["in series"] = lambda: pair.run(Setting("always", whole, 1))[0]
         if pair.fragments <= MANY:
             ways["direct"] = lambda: pair.run(Setting("never"))[0]
-        for run in ways.values():
-            run()
+        for _ in range(WARM):
+            # What the cost model learns is learnt before; stated beside the figures.
+            for run in ways.values():
+                run()
+        planning.clear()
         samples: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, run in ways.items():
                 samples[name].append(run())
+        moving = [took - less for took, less in zip(samples["decided"], planning, strict=True)]
         _, notice = pair.run(Setting("cost"))
         stats = notice.stats
         return {
@@ -65,6 +78,7 @@ def measure(case: Case, nbytes: int, devices: tuple[int | None, int | None], rou
             "fragments": pair.fragments,
             "seconds": {name: statistics.median(values) for name, values in samples.items()},
             "least": {name: min(values) for name, values in samples.items()},
+            "moving": statistics.median(moving),
             "decided": {
                 "bounced": stats.bounced > 0,
                 "descriptors": stats.descriptors,
@@ -92,6 +106,8 @@ def main() -> int:
     sizes = options.mib or ([16] if options.quick else [256, 1024] if cuda else [32])
     names = options.case or (["NHD", "contiguous"] if options.quick else [""])
     cases = [case for case in CASES if any(case.name.startswith(name) for name in names)]
+    if options.timeline:
+        return timeline(cases, sizes, places[0], options.timeline)
     began, table = time.perf_counter(), list[Row]()
     for devices, size in itertools.product(places, sizes):
         for case in cases:
@@ -107,6 +123,27 @@ def main() -> int:
     return 0
 
 
+def timeline(cases: list[Case], sizes: list[int], devices: tuple[int | None, int | None], staging: str) -> int:
+    """Prints what both sides do when, with the time of a run that nobody watched before it."""
+    for size, case in itertools.product(sizes, cases):
+        pair = Pair(case, size * MIB, devices, arena_bytes(size * MIB, devices))
+        try:
+            times = sorted(pair.run(Setting(staging))[0] for _ in range(15))
+            print(
+                f"{case.name}, {pair.nbytes >> 20} MiB: {times[7] * 1e6:.0f} us",
+                *pair.timeline(Setting(staging)),
+                sep="\n",
+            )
+        finally:
+            pair.close()
+    return 0
+
+
+def arena_bytes(nbytes: int, devices: tuple[int | None, int | None]) -> int:
+    """An arena of twice the bytes, as far as memory is."""
+    return min(nbytes * 2, 512 * MIB if None in devices else 2048 * MIB)
+
+
 def _options() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=("host", "cuda", "mixed"), default="host", help=DEVICES)
@@ -114,6 +151,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--case", nargs="*", help="only cases whose names begin so")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--regret", type=int, metavar="POINTS", help="instead: the regret of each gate; 200 is usual")
+    parser.add_argument(
+        "--timeline", choices=("always", "cost", "never"), help="instead: what one run of each case does"
+    )
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no case is begun")
     return parser.parse_args()
 
@@ -159,11 +199,14 @@ def rows(result: dict[str, Any], device: str) -> list[Row]:
     if device == "mixed":
         # One write across goes another way, without a word.
         return [*made, at_least(f"{name}: decided / one write", rate["decided"], "GB/s", rate["one write"], 5)]
+    moving = result["bytes"] / result["moving"] / 1e9
     if result["case"] == "contiguous":
         least = 0.95 if device == "cuda" else 0.9
+        made.append(at_least(f"{name}: decided, planned / one write", moving, "GB/s", rate["one write"], least))
         made.append(at_least(f"{name}: decided / one write", rate["decided"], "GB/s", rate["one write"], least))
     elif device == "cuda":
         least = 0.9 if result["bytes"] >= 1 << 30 else 0.8
+        made.append(at_least(f"{name}: decided, planned / one write", moving, "GB/s", rate["one write"], least))
         made.append(at_least(f"{name}: decided / one write", rate["decided"], "GB/s", rate["one write"], least))
         if "in series" in seconds and result["bytes"] >= 512 * MIB:
             made.append(at_least(f"{name}: decided / in series", rate["decided"], "GB/s", rate["in series"], 1.15))

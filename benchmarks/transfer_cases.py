@@ -67,7 +67,8 @@ class Case:
 
 HND, NHD, SECTIONED = MapperKind.HND, MapperKind.NHD, MapperKind.SECTIONED
 CASES = (
-    Case("contiguous", Side(), Side(), permuted=False),
+    Case("contiguous", Side(order="slot"), Side(order="slot"), permuted=False),
+    Case("contiguous in each layer", Side(), Side(), permuted=False),
     Case("permuted, slot-major", Side(order="slot"), Side(order="slot")),
     Case("permuted, layer-major, TP8 shard", Side(heads=1), Side(heads=1), 1),
     Case("HND, TP2 to TP1", Side(heads=4), Side(heads=8), 4),

@@ -7,16 +7,17 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from transfer_cases import Case, Side, table, table_bytes
+from transfer_timeline import watch_half
 
 from kvtransfer.agents import make_agent
 from kvtransfer.bounce.measuring import DEVICE_MOST, HOST_MOST, measure_copies
 from kvtransfer.bounce.memory import HOST_ARENA, HostPages, make_arena, make_copier
 from kvtransfer.bounce.policy import BouncePolicy, starting_cost
-from kvtransfer.bounce_ports import PeerWord
+from kvtransfer.bounce_ports import Grant, PeerWord
 from kvtransfer.cost.book import CostBook
 from kvtransfer.cost.policies import StagingPolicy
 from kvtransfer.page_table import MemoryKind, RegisteredRegion
@@ -42,7 +43,7 @@ class Setting:
 
     staging: str = "cost"
     chunk_bytes: int = 0
-    depth: int = 3
+    depth: int = 4
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class Half:
         """How to bounce from now on."""
         for name, value in (("staging", StagingPolicy(setting.staging)), ("depth", setting.depth)):
             object.__setattr__(self.policy, name, value)
-        size = setting.chunk_bytes or 128 << 20
+        size = setting.chunk_bytes or 256 << 20
         object.__setattr__(self.policy, "chunk_bytes", size)
         object.__setattr__(self.policy, "unit_bytes", size if setting.chunk_bytes else 1 << 20)
 
@@ -149,45 +150,52 @@ def context_main(pipe: Connection, case: Case, tokens: int, device: int | None, 
     """Serves the context side until the pipe closes."""
     half = Half(CONTEXT, case, tokens, device, arena)
     pipe.send(half.info)
-    half.rank.handle(LoadPeer(pipe.recv(), half.info.ranks, bounce=True))
+    peer: InstanceInfo = pipe.recv()
+    half.rank.handle(LoadPeer(peer, half.info.ranks, bounce=True))
+    remote = peer.ranks[0].agent.name
     while not any(isinstance(one, PeerLoaded) for one in half.events):
         half.rank.poll()
     (loaded,) = half.take()
     pipe.send(loaded)
-    pipe.send(half.book.cost(half.agent.path(_remote(half))))
-    busy = SPIN
+    pipe.send(half.book.cost(half.agent.path(remote)))
+    busy, marks = SPIN, None
     while True:
         # As a rank's thread, which sleeps shortly where a core is not to spare. (A poll with a timeout takes whole ms.)
         wait = 0 if busy else None
         while pipe.poll(wait):
             wait = 0
             try:
-                message = pipe.recv()
+                message: Any = pipe.recv()
             except EOFError:
                 os._exit(0)
-            if isinstance(message, Setting):
-                half.set(message)
-            elif isinstance(message, tuple):
-                pipe.send(_raw(half, *message))
-            else:
-                half.rank.handle(message)
+            match message:
+                case Setting():
+                    half.set(message)
+                case "watch":
+                    marks = watch_half(half, "context")
+                case "marks":
+                    pipe.send([] if marks is None else marks.take())
+                case (int(address), int(nbytes)):
+                    pipe.send(_raw(half, remote, address, nbytes))
+                case list():
+                    for grant in cast("list[Grant]", message):
+                        half.rank.handle(grant)
+                case _:
+                    half.rank.handle(message)
         busy = half.rank.poll() or SPIN
         said = half.take()
         if busy and not said and not SPIN:
             time.sleep(20e-6)
-        for event in said:
-            pipe.send(event.body if isinstance(event, PeerWord) else event)
+        if said:
+            # What is queued leaves together, as on the stream.
+            pipe.send([event.body if isinstance(event, PeerWord) else event for event in said])
 
 
-def _remote(half: Half) -> str:
-    return next(iter(half.rank._peers.values())).info.ranks[0].agent.name  # pyright: ignore[reportPrivateUsage]
-
-
-def _raw(half: Half, address: int, nbytes: int) -> float:
+def _raw(half: Half, remote: str, address: int, nbytes: int) -> float:
     """Seconds of one NIXL write of one piece."""
     ends = (np.array([half.cache.base_address]), np.array([address]), np.array([nbytes]))
     began = time.perf_counter()
-    handle = half.agent.submit(RegionPairs(*ends), _remote(half))
+    handle = half.agent.submit(RegionPairs(*ends), remote)
     while half.agent.poll(handle).state.name == "IN_FLIGHT":
         pass
     took = time.perf_counter() - began

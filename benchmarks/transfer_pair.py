@@ -31,6 +31,7 @@ from kvtransfer.transfer import StridedRuns
 if TYPE_CHECKING:
     from kvtransfer.session.actions import Action
 from transfer_half import CONTEXT, GENERATION, SPIN, Half, Setting, context_main, pattern
+from transfer_timeline import lines, watch_half
 
 
 class Pair:
@@ -102,6 +103,20 @@ class Pair:
             raise RuntimeError(f"{self.case.name}, {setting}: {notice.outcome.name} {notice.reason or 'other bytes'}")
         return took, notice
 
+    def timeline(self, setting: Setting) -> list[str]:
+        """What both sides do in one run, in order of time."""
+        self.pipe.send("watch")
+        marks = watch_half(self.half, "generation")
+        marks.watch(self.hub, "said")
+        marks.watch(self.hub, "scattered")
+        both: list[tuple[str, float, float, str]] = []
+        for _ in range(3):
+            # The last one counts: nothing is new to it.
+            self.run(setting)
+            self.pipe.send("marks")
+            both = [*marks.take(), *self.pipe.recv()]
+        return lines(both)
+
     def _wait(self) -> TransferNotice:
         busy = True
         while True:
@@ -110,14 +125,14 @@ class Pair:
             wait = 0 if busy else None
             while self.pipe.poll(wait):
                 wait = 0
-                message = self.pipe.recv()
-                if isinstance(message, TransferNotice):
-                    told = self.hub.screen(CONTEXT, message)
-                    if told is not None:
-                        return told
-                else:
-                    self.hub.said(CONTEXT, message)
-            self._carry()
+                for message in self.pipe.recv():
+                    if isinstance(message, TransferNotice):
+                        told = self.hub.screen(CONTEXT, message)
+                        if told is not None:
+                            return told
+                    else:
+                        self.hub.said(CONTEXT, message)
+                self._carry()
             busy = self.half.rank.poll() or SPIN
             events = self.half.take()
             for event in events:
@@ -128,12 +143,13 @@ class Pair:
             busy |= bool(events)
 
     def _carry(self) -> None:
+        grants = [one.message for one in self.actions if isinstance(one, ToPeer) and isinstance(one.message, Grant)]
+        if grants:
+            self.pipe.send(grants)
         while self.actions:
             action = self.actions.popleft()
             if isinstance(action, ToRank):
                 self.half.rank.handle(action.message)
-            elif isinstance(action, ToPeer) and isinstance(action.message, Grant):
-                self.pipe.send(action.message)
 
     def _expect(self, pairs: RegionPairs) -> Any:
         """The destination as it must be, by plain copies on the host."""

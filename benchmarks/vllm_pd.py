@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from isthmus_worker.fetch_model import fetch_model
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON, VLLM = ROOT / ".venv-vllm/bin/python", ROOT / ".venv-vllm/bin/vllm"
 TOKENS = 24
+# The longest leaves room for the answer in the 8,192 tokens of the model.
+LENGTHS, MOST_TOKENS = (128, 1024, 8160), 8192
 _START_S, _STOP_S = 600.0, 60.0
 
 
@@ -69,7 +71,7 @@ def command(connector: str, role: str, model: Path, port: int, block: int) -> li
     """Of a server, with the hub of its host around it when the connector is ours."""
     serve = [
         *(str(VLLM), "serve", str(model), "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m"),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--no-enable-prefix-caching"),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MOST_TOKENS), "--no-enable-prefix-caching"),
         *("--block-size", str(block), "--kv-transfer-config", transfer(connector, role)),
     ]
     if connector != "IsthmusConnector":
@@ -154,34 +156,54 @@ def request(http: httpx.Client, servers: Servers, prompt: list[int]) -> Sample:
     return Sample(times[0] - began, times[0] - asked, tpot, text)
 
 
-def measure(connector: str, model: Path, length: int, rounds: int, blocks: tuple[int, int]) -> list[Sample]:
-    """Samples of one pair; the first request, which connects, is left out."""
-    prompts = [[(number * 977 + place * 37) % 40_000 + 5 for place in range(length)] for number in range(rounds + 1)]
-    with running(connector, model, blocks) as servers, httpx.Client(timeout=300) as http:
-        return [request(http, servers, prompt) for prompt in prompts][1:]
+def prompt(length: int, number: int) -> list[int]:
+    """Another one for every number."""
+    return [(number * 977 + place * 37) % 40_000 + 5 for place in range(length)]
+
+
+def measure(
+    connector: str, model: Path, lengths: Sequence[int], rounds: int, blocks: tuple[int, int]
+) -> dict[int, list[Sample]]:
+    """Samples of one pair by length; a request before them, which connects, is not counted."""
+    with running(connector, model, blocks) as servers, httpx.Client(timeout=600) as http:
+        request(http, servers, prompt(lengths[0], 0))
+        return {
+            length: [request(http, servers, prompt(length, number)) for number in range(1, rounds + 1)]
+            for length in lengths
+        }
+
+
+def compare(length: int, ours: list[Sample], theirs: list[Sample] | None) -> list[Row]:
+    """Medians of one length."""
+    rows: list[Row] = []
+    for name, most in (("handoff", 0.8), ("ttft", 1.1), ("tpot", 1.1)):
+        value = 1000 * statistics.median(getattr(one, name) for one in ours)
+        if theirs is None:
+            rows.append(figure(f"{length} tokens: {name}", value, "ms"))
+        else:
+            base = 1000 * statistics.median(getattr(one, name) for one in theirs)
+            rows.append(at_most(f"{length} tokens: {name}", value, "ms", base, most))
+    if theirs is not None:
+        same = sum(a.text == b.text for a, b in zip(ours, theirs, strict=True))
+        rows.append(figure(f"{length} tokens: equal texts", same, f"of {len(ours)}"))
+    return rows
 
 
 def main() -> None:
     """The command."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
+    parser.add_argument("--rounds", type=int, default=10, help="requests of each length")
     parser.add_argument("--unequal", action="store_true", help="blocks of 128 and 32, ours alone: theirs refuses them")
     options = parser.parse_args()
-    rounds = 5 if options.quick else 20
+    if max(options.length) > MOST_TOKENS - TOKENS:
+        parser.error(f"--length: at most {MOST_TOKENS - TOKENS}, an answer of {TOKENS} tokens follows")
+    rounds = 3 if options.quick else options.rounds
     model, blocks = fetch_model(), (128, 32) if options.unequal else (128, 128)
     ours = measure("IsthmusConnector", model, options.length, rounds, blocks)
-    rows: list[Row] = []
-    values = {name: statistics.median(getattr(one, name) for one in ours) for name in ("handoff", "ttft", "tpot")}
-    if options.unequal:
-        rows = [figure(name, 1000 * value, "ms") for name, value in values.items()]
-    else:
-        theirs = measure("NixlConnector", model, options.length, rounds, blocks)
-        same = sum(a.text == b.text for a, b in zip(ours, theirs, strict=True))
-        for name, value in values.items():
-            base = statistics.median(getattr(one, name) for one in theirs)
-            rows.append(at_most(name, 1000 * value, "ms", 1000 * base, 1.1))
-        rows.append(figure("equal texts", same, f"of {rounds}"))
-    show(f"vLLM, {options.length} tokens, blocks of {blocks[0]} and {blocks[1]}", rows, options.json)
+    theirs = None if options.unequal else measure("NixlConnector", model, options.length, rounds, blocks)
+    rows = [row for length in ours for row in compare(length, ours[length], None if theirs is None else theirs[length])]
+    show(f"vLLM, blocks of {blocks[0]} and {blocks[1]}, medians of {rounds}", rows, options.json)
 
 
 if __name__ == "__main__":

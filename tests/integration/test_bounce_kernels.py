@@ -23,9 +23,17 @@ class OnHost:
     def can(self, packed):
         return packed.whole_bytes
 
+    def warm(self, runs, *, gather):
+        pass
+
+    def prepare(self, packed):
+        pass
+
     def _copy(self, packed, part, gather):
         for grid in packed.grids:
-            cuda_copying.launch(grid, cuda_copying.table_of(grid, torch.device("cpu")), part, gather=gather)
+            device = torch.device("cpu")
+            there = cuda_copying.grid_on(device, grid, cuda_copying.runs_on(device, grid.runs))
+            cuda_copying.launch(grid, there, part, gather=gather)
         return FINISHED
 
     def gather(self, packed, begin, end, chunk):

@@ -33,7 +33,11 @@ class HeldCopier(HostCopier):
     """Copies at once and says so when it is told to."""
 
     def __init__(self) -> None:
-        self.held, self.begun = False, 0
+        self.held, self.begun, self.prepared = False, 0, 0
+
+    def prepare(self, packed: Packed) -> None:
+        assert packed.nbytes > 0
+        self.prepared += not self.begun
 
     def scatter(self, packed: Packed, begin: int, end: int, chunk: int) -> Copy:
         self.begun += 1
@@ -42,6 +46,9 @@ class HeldCopier(HostCopier):
 
     def done(self) -> bool:
         return not self.held
+
+    def seconds(self, noticed: float) -> float:
+        return noticed
 
 
 class Pair:
@@ -118,6 +125,9 @@ async def test_chunks_arrive_byte_for_byte_and_room_comes_back():
         assert outcome.stats.writers.scatter > 0
         assert outcome.stats.writers.why == "bounced: transfer.staging_policy = always"
         await pair.idle()
+    # What is scattered was planned before the first chunk had come.
+    assert pair.scatters.prepared
+    assert pair.scatters.begun
 
 
 async def test_a_profiler_sees_every_part_of_a_write_as_a_closed_range(monkeypatch: pytest.MonkeyPatch):

@@ -204,7 +204,8 @@ async def test_without_a_measurement_nothing_is_estimated():
 async def test_a_pair_on_another_path_is_refused_with_both_values(monkeypatch, peer_scratch):
     async with Pair(peer_scratch=peer_scratch) as pair:
         # The way can only be wrong when the pair meets: at start this agent may still hope for it.
-        monkeypatch.setattr(pair.context.rank, "_probing", ProbePolicy(pair.keep[0][0], require_path="cma"))
+        peers = pair.context.rank._peers  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(peers, "_probing", ProbePolicy(pair.keep[0][0], require_path="cma"))
         pair.generation.hub.set_context_peers([pair.context.address])
         await until(lambda: any(one.state is PairState.INCOMPATIBLE for one in pair.generation.hub.pairs()))
         (status,) = pair.generation.hub.pairs()

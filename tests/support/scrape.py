@@ -21,12 +21,16 @@ def log_lines(cluster: LocalCluster, process: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def metrics_port(cluster: LocalCluster, process: str) -> int:
-    """Where a process with `telemetry.metrics_listen: 127.0.0.1:0` serves its metrics."""
-    text = cluster.process(process).log_path.read_text(errors="replace")
-    found = re.search(r"metrics at port (\d+)", text)
-    assert found is not None, f"{process} does not say where its metrics are:\n{text[-2000:]}"
+def port_in(log: str, who: str) -> int:
+    """Where a process with `telemetry.metrics_listen: 127.0.0.1:0` serves its metrics, as its log says."""
+    found = re.search(r"metrics at port (\d+)", log)
+    assert found is not None, f"{who} does not say where its metrics are:\n{log[-2000:]}"
     return int(found.group(1))
+
+
+def metrics_port(cluster: LocalCluster, process: str) -> int:
+    """The same of a process of a cluster."""
+    return port_in(cluster.process(process).log_path.read_text(errors="replace"), process)
 
 
 def _get(port: int) -> str:
@@ -39,13 +43,22 @@ async def scrape_text(cluster: LocalCluster, process: str) -> str:
     return await asyncio.to_thread(_get, metrics_port(cluster, process))
 
 
-async def scrape(cluster: LocalCluster, process: str) -> Samples:
-    """The same as sample name -> labels -> value."""
+def _samples(text: str) -> Samples:
     samples: Samples = {}
-    for family in text_string_to_metric_families(await scrape_text(cluster, process)):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return samples
+
+
+async def scrape(cluster: LocalCluster, process: str) -> Samples:
+    """The same as sample name -> labels -> value."""
+    return _samples(await scrape_text(cluster, process))
+
+
+async def scrape_port(port: int) -> Samples:
+    """Of the process with its metrics there."""
+    return _samples(await asyncio.to_thread(_get, port))
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:

@@ -15,6 +15,7 @@ from isthmus.v1 import coordinator_service_pb2, generation_pb2, kv_index_pb2, wo
 
 from fake_coordinator import FakeCoordinator, Response
 from isthmus_core.block_keys import split_keys
+from scrape import port_in, scrape_port, total
 from worker_process import BOTH, CONTEXT, GENERATION, WorkerProcess, leg, tokens, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+# Of a worker whose bytes are looked at.
+METRICS = ["telemetry.metrics_listen=127.0.0.1:0"]
 
 # Context and generation; two of vLLM, or one of each engine.
 PAIRS = [
@@ -158,6 +161,12 @@ class World:
         for event in self.members[name].coordinator.said("kv_events"):
             told.update(split_keys(event.stored))
         return told
+
+    async def written(self, name: str, mode: str) -> float:
+        """Bytes that a context worker has written so far, `direct` or `bounced`; they are counted shortly after the
+        peer has them. Among its settings are `METRICS`."""
+        samples = await scrape_port(port_in(self.members[name].process.log, name))
+        return total(samples, "isthmus_transfer_bytes_total", mode=mode)
 
     async def idle(self, *names: str) -> None:
         """Returns when the workers hold nothing; the bound is the test's own timeout."""

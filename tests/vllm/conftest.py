@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from isthmus_worker.fetch_model import fetch_model
-from vllm_world import VLLM_PYTHON, World, running_world, torch_settings, vllm_settings
+from vllm_world import METRICS, VLLM_PYTHON, World, running_world, torch_settings, vllm_settings
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +22,10 @@ def model() -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[World, None]:
-    """Both roles on vLLM and on the reference engine, all pairs connected. Blocks of 128, 32, 16 and 32 tokens."""
+    """Both roles on vLLM and on the reference engine, all pairs connected. Blocks of 128, 32, 16 and 32 tokens. What
+    vLLM hands off goes through chunks."""
     settings = {
-        "vllm-context": vllm_settings(model),
+        "vllm-context": [*vllm_settings(model), "transfer.staging_policy=always", *METRICS],
         "vllm-generation": vllm_settings(model, block_size=32),
         "torch-context": torch_settings(model),
         "torch-generation": [*torch_settings(model), "engine.tokens_per_block=32"],

@@ -32,6 +32,17 @@ async def test_every_pair_says_what_one_machine_says(world: World, length: int):
     assert got == dict.fromkeys(got, want)
 
 
+async def test_what_vllm_writes_goes_through_chunks(world: World):
+    for pair in PAIRS:
+        if pair[0] == "vllm-context":
+            before = await world.written(pair[0], "bounced")
+            await world.split(*pair, [4, *prompt(200)], 2)
+            # Whoever has none of the prompt in its prefix cache yet is sent all of it; counted shortly afterwards.
+            while await world.written(pair[0], "bounced") <= before:
+                await asyncio.sleep(0.05)
+    assert await world.written("vllm-context", "direct") == 0
+
+
 @pytest.mark.parametrize("length", [1, 129, 700])
 async def test_both_legs_at_once_say_what_one_machine_says(world: World, length: int):
     """In chunks while the prompt is computed, where it takes several steps."""

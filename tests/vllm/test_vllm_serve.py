@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 CONNECTOR = (
     '{"kv_connector": "IsthmusConnector", "kv_connector_module_path": "kvtransfer.integrations.vllm.connector", '
-    '"kv_role": "%s", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"repack": %s}}'
+    '"kv_role": "%s", "kv_load_failure_policy": "recompute", '
+    '"kv_connector_extra_config": {"repack": %s, "staging_policy": "always"}}'
 )
 
 

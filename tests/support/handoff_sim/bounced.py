@@ -14,7 +14,7 @@ from kvtransfer.page_table import MemoryKind, RegisteredRegion
 from .violation import Violation
 
 if TYPE_CHECKING:
-    from kvtransfer.packed import Packed
+    from kvtransfer.packed import Packed, RunPlaces
     from kvtransfer.regions import RegionPairs
 
     from .clock import World
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Four words a unit, room for one of each of MAX_PEERS: space is always scarce.
 UNIT_BYTES, MAX_PEERS = 32, 4
 ARENA_WORDS = UNIT_BYTES * MAX_PEERS // 8
-_LONGEST_COPY_S = 0.15
+_LONGEST_COPY_S, _LONGEST_SLOW_S = 0.15, 1.0
 
 
 def bounce_policy(world: World, port: Port) -> BouncePolicy:
@@ -59,11 +59,17 @@ class SimCopier:
         """Anything."""
         return packed.nbytes >= 0
 
+    def warm(self, runs: RunPlaces, *, gather: bool) -> None:
+        """Nothing."""
+
+    def prepare(self, packed: Packed) -> None:
+        """Nothing."""
+
     def gather(self, packed: Packed, begin: int, end: int, chunk: int) -> SimCopy:
         """Pages to chunk."""
         pairs, base = packed.part(begin, end).pairs(), self._port.arena.base
         words = _words(pairs, -base, chunk - base)
-        copy = self._start(words, 0)
+        copy = self._start(words, 0, _LONGEST_COPY_S)
         self._port.gathered.update({dst: copy.hold for _, dst in words})
         return copy
 
@@ -71,11 +77,11 @@ class SimCopier:
         """Chunk to pages."""
         pairs, base = packed.part(begin, end).pairs(), self._port.arena.base
         words = _words(pairs, chunk - base, -base)
-        return self._start(words, 1)
+        return self._start(words, 1, _LONGEST_SLOW_S if self._world.slow_scatters else _LONGEST_COPY_S)
 
-    def _start(self, words: list[tuple[int, int]], pages: int) -> SimCopy:
+    def _start(self, words: list[tuple[int, int]], pages: int, longest: float) -> SimCopy:
         copy = SimCopy(self._port, words, pages)
-        self._world.at(self._world.random.random() * _LONGEST_COPY_S, copy.finish)
+        self._world.at(self._world.random.random() * longest, copy.finish)
         return copy
 
 
@@ -105,6 +111,10 @@ class SimCopy:
     def done(self) -> bool:
         """As the copier says."""
         return self._done
+
+    def seconds(self, noticed: float) -> float:
+        """As long as it seems."""
+        return noticed
 
     def finish(self) -> None:
         """The bytes are there, unless the process is gone."""

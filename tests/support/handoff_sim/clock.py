@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .script import chunk_units
+from .script import chunk_units, slow_scatters
 from .violation import Violation
 
 
@@ -19,7 +19,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.wire = wire
-        self.chunk_units = chunk_units(seed)
+        self.chunk_units, self.slow_scatters = chunk_units(seed), slow_scatters(seed)
         self._trace: list[tuple[float, str, tuple[object, ...]]] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0

@@ -44,6 +44,7 @@ _COMMANDS = (
     ports.CancelWrite,
     ports.Grant,
     ports.MeetSource,
+    ports.PrepareScatter,
     ports.ScatterOrder,
 )
 

@@ -116,8 +116,10 @@ class Fabric:
         return write
 
     def _share_no_word(self, write: Write) -> None:
-        """A chunk is written where nobody else may still write."""
+        """A chunk is written into the arena, where nobody else may still write."""
         mine = {dst for _, dst in write.words}
+        if max(mine) >= len(write.target.arena.words):
+            raise Violation(f"{write.source.name} writes beyond the memory of {write.remote}")
         for other in self.open:
             if other.target is write.target and mine & {dst for _, dst in other.words}:
                 raise Violation(f"{write.source.name} and {other.source.name} write into one chunk of {write.remote}")

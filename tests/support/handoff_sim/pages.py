@@ -37,6 +37,13 @@ class Hold:
         self.closed = True
 
 
+# Neighbours, by their number.
+_RUNS = [
+    [[(first + place) % PAGES_PER_NODE for place in range(count)] for first in range(0, PAGES_PER_NODE, 3)]
+    for count in range(PAGES_PER_NODE)
+]
+
+
 class Pages:
     """The page allocator of one instance."""
 
@@ -49,12 +56,19 @@ class Pages:
         free = [page for page, owner in enumerate(self.owner) if owner is None]
         if len(free) < count:
             return None
-        # Neighbours, and few of them, so that lists repeat from schedule to schedule: addresses are computed once.
-        first = self._random.randrange(0, len(free), 3) if count else 0
-        hold = Hold(self._node, key, [*free[first:], *free[:first]][:count], quiet_since=now)
+        hold = Hold(self._node, key, self._pick(free, count), quiet_since=now)
         for page in hold.pages:
             self.owner[page] = hold
         return hold
+
+    def _pick(self, free: list[int], count: int) -> list[int]:
+        """Few different lists, so that they repeat from schedule to schedule: addresses are computed once. The same few
+        also make pages come back soon after they were given up, when a late write would hit them."""
+        runs = [run for run in _RUNS[count] if all(self.owner[page] is None for page in run)]
+        if runs:
+            return list(self._random.choice(runs))
+        first = self._random.randrange(0, len(free), 3)
+        return [*free[first:], *free[:first]][:count]
 
     def free(self, hold: Hold) -> None:
         """From now on anybody may use them."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.bounce_ports import ChunkReady
+from kvtransfer.bounce.credits import Credits
+from kvtransfer.bounce_ports import ChunkReady, Grant
 from kvtransfer.session.bounce_receive import BounceReceive
 from kvtransfer.session.bounce_transmit import BounceTransmit
+from kvtransfer.transceiver.bounced_write import BouncedWrite
+from kvtransfer.transceiver.bouncing import Bouncing
 
 from .planted import planted
 
@@ -66,3 +69,57 @@ def waiting_chunks_are_forgotten_with_the_stream(patch: pytest.MonkeyPatch) -> N
 
     patch.setattr(BounceTransmit, "reconcile", reconcile)
     patch.setattr(BounceTransmit, "rank_said", rank_said)
+
+
+@planted
+def waiting_chunks_may_have_all_room_here(patch: pytest.MonkeyPatch) -> None:
+    """Chunks that wait for a peer that is cut off take up all the room of the context rank."""
+
+    def take_now(self, user, ticket, nbytes):
+        self.connect(user)
+        units = self._arena.units_of(nbytes)
+        if self._arena.largest_free < units:
+            return None
+        return self._give(user, ticket, units, nbytes)
+
+    patch.setattr(Credits, "take_now", take_now)
+
+
+@planted
+def a_dropped_chunk_keeps_its_room(patch: pytest.MonkeyPatch) -> None:
+    """What a failed or cancelled write has taken for chunks that it does not send is not given back."""
+
+    def drop(self, reason):
+        self._failure = self._failure or reason
+        self._rest.clear()
+        self._asked.clear()
+        for name in [one.name for one in self._under_way.values() if one.copy is None]:
+            del self._under_way[name]
+
+    patch.setattr(BouncedWrite, "_drop", drop)
+
+
+@planted
+def a_small_grant_takes_the_whole_chunk(patch: pytest.MonkeyPatch) -> None:
+    """A chunk that is gathered is written whole, however much of it there is room for at the peer."""
+    original = BouncedWrite.granted
+
+    def granted(self, grant):
+        chunk = self._under_way.get(grant.name) or self._asked.get(grant.name)
+        if chunk is not None and grant.nbytes > 0:
+            grant = Grant(grant.name, grant.offset, chunk.end - chunk.begin)
+        original(self, grant)
+
+    patch.setattr(BouncedWrite, "granted", granted)
+
+
+@planted
+def lists_of_an_earlier_receive_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """What was prepared for a receive serves the next one of the same attempt, which has other pages."""
+    original = Bouncing._packed_of
+
+    def packed_of(self, part, peer, tokens, destinations):
+        name = part.name.__class__(part.name.key, 0, part.name.src_rank, part.name.dst_rank, part.name.seq)
+        return original(self, part._replace(name=name), peer, tokens, destinations)
+
+    patch.setattr(Bouncing, "_packed_of", packed_of)

@@ -11,6 +11,10 @@ from .fabric import Port, SimAgent
 from .streams import Pipe
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvtransfer.bounce.credits import Credits
+    from kvtransfer.bounce_ports import ChunkName
     from kvtransfer.ports import HubToRank, RankToHub
 
     from .memory import Arena
@@ -45,6 +49,16 @@ class SimRank:
     def alive(self) -> bool:
         """The process is."""
         return self.port.alive
+
+    @property
+    def keeps_room(self) -> bool:
+        """Chunks that it sends have room in its arena, or wait for it."""
+        return not all(room.is_idle for room in self._rooms)
+
+    @property
+    def _rooms(self) -> Collection[Credits[tuple[str, bytes], ChunkName]]:
+        # Nobody but a test wants to know.
+        return self.role._bouncing._rooms.values()  # pyright: ignore[reportPrivateUsage]
 
     def stall(self, seconds: float) -> None:
         """SIGSTOP: takes no command and says nothing; what it has posted goes on."""

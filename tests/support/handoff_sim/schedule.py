@@ -74,6 +74,9 @@ class Schedule:
             raise Violation("the world stands still and is not over")
         for node in self.where.values():
             node.core.ledger.check_integrity()
+            for rank in node.ranks:
+                if rank.alive and rank.keeps_room:
+                    raise Violation(f"{rank.port.name} keeps room for chunks of nobody")
 
     def open_attempts(self) -> list[Attempt]:
         """Attempts of which a leg is not over."""

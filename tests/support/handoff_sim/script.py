@@ -8,7 +8,7 @@ Delays inside a run come from `Script.seed`; what happens to whom is in the scri
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from .shapes import PAIRS, TP, Shape
@@ -105,7 +105,16 @@ def generate(seed: int) -> Script:
     """The script of a seed."""
     rng = random.Random(seed)
     contexts, generations = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2)))
+    if seed % 48 == 0:
+        # Crowded, with chunks: one context instance between two.
+        contexts, generations = 1, 2
     requests = tuple(_request(rng, number, contexts, generations) for number in range(rng.randint(3, 6)))
+    if crowded(seed):
+        requests = tuple(replace(one, at=one.at * 0.15) for one in requests)
+        if generations > 1:
+            requests = _two_take_all_room(requests)
+        if contexts > 1:
+            requests = _two_share_room(requests)
     kinds = list(FaultKind)
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 2, 2, 3, 3, 4, 6))):
@@ -116,7 +125,7 @@ def generate(seed: int) -> Script:
         length = rng.choice((0.05, 0.3, 0.8, 2.0, 2.0, 8.0))
         faults.append(Fault(rng.choice(kinds), at, rng.random(), length))
     if chunk_units(seed):
-        faults += _faults_under_chunks(rng, seed, requests)
+        faults += _faults_under_chunks(rng, seed, requests, generations)
     faults.sort(key=lambda one: one.at)
     flaky, retries = rng.choice((0.0, 0.0, 0.05, 0.3)), rng.choice((0, 1, 1, 2))
     shapes = rng.choice(PAIRS)
@@ -126,19 +135,54 @@ def generate(seed: int) -> Script:
 
 def chunk_units(seed: int) -> int:
     """Units in a chunk of a seed's hand-offs; 0 when they do not go through chunks."""
-    return 0 if seed % 6 else (1, 1, 2)[seed // 6 % 3]
+    if seed % 6:
+        return 0
+    return 2 if seed // 6 % 3 == 2 or seed // 6 % 4 == 3 else 1
 
 
-def _faults_under_chunks(rng: random.Random, seed: int, requests: tuple[RequestPlan, ...]) -> list[Fault]:
-    """What is seldom by chance: streams that end while chunks wait for room, or a rank that dies while one is
-    scattered. Soon after a request has come."""
-    breaks, deaths = (FaultKind.BREAK, FaultKind.DUPLICATE_CONNECT), (FaultKind.GENERATION_RANK_DIES,)
-    kinds = deaths if seed // 6 % 2 else breaks
-    return [Fault(rng.choice(kinds), _soon(rng, one), rng.random(), 0.0) for one in requests if rng.random() < 0.6]
+def _two_take_all_room(requests: tuple[RequestPlan, ...]) -> tuple[RequestPlan, ...]:
+    """The first two have as many chunks for one generation instance as a context rank has room for; others follow."""
+    first = [replace(one, at=0.0, generation="g0", blocks=2, reused=0, generation_first=False) for one in requests[:2]]
+    rest = [replace(one, at=one.at + 0.2, generation="g1", blocks=min(one.blocks, 2)) for one in requests[2:]]
+    return (*first, *(replace(one, reused=min(one.reused, one.blocks)) for one in rest))
 
 
-def _soon(rng: random.Random, request: RequestPlan) -> float:
-    return request.at + 0.15 + rng.random() * 0.5
+def _two_share_room(requests: tuple[RequestPlan, ...]) -> tuple[RequestPlan, ...]:
+    """The first takes all but what is kept for another context instance, and a large chunk of that one comes: it is
+    granted less than it asks for."""
+    first, second = (replace(one, blocks=3, reused=0, generation_first=False, chunked=False) for one in requests[:2])
+    second = replace(second, at=first.at + 0.15, context="c1")
+    return (replace(first, context="c0"), second, *requests[2:])
+
+
+def slow_scatters(seed: int) -> bool:
+    """Chunks of a seed take long to be copied into the cache: there is time for other things to happen meanwhile."""
+    return not seed % 6 and seed // 6 % 2 == 1
+
+
+def crowded(seed: int) -> bool:
+    """The requests of a seed come almost at once: more chunks than there is room for."""
+    return not seed % 6 and seed // 6 % 4 in (0, 3)
+
+
+def _faults_under_chunks(
+    rng: random.Random, seed: int, requests: tuple[RequestPlan, ...], generations: int
+) -> list[Fault]:
+    """What is seldom by chance, soon after a request has come: a rank that dies while a chunk is scattered, streams
+    that end while chunks wait for room, a peer that is cut off while they take up the room that others need."""
+    kinds = (FaultKind.BREAK, FaultKind.DUPLICATE_CONNECT)
+    # From the request on, in seconds.
+    earliest, within = 0.15, 0.5
+    if slow_scatters(seed):
+        kinds, earliest, within = (FaultKind.GENERATION_RANK_DIES,), 0.3, 1.0
+    elif generations > 1 and crowded(seed):
+        # The first of either side, while the first two ask for room.
+        return [Fault(FaultKind.PARTITION, 0.05 + rng.random() * 0.3, 0.0, 2.0)]
+    return [
+        Fault(rng.choice(kinds), one.at + earliest + rng.random() * within, rng.random(), 0.0)
+        for one in requests
+        if rng.random() < 0.9
+    ]
 
 
 def _request(rng: random.Random, number: int, contexts: int, generations: int) -> RequestPlan:

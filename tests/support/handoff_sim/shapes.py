@@ -8,6 +8,7 @@ dp   two groups of two, each with a cache of its own for its own requests: heads
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from kvtransfer.rank_info import Topology
 
@@ -25,14 +26,7 @@ class Shape:
 
     def topology(self, rank: int) -> Topology:
         """Of one rank."""
-        wide = RANKS // self.stages
-        return Topology(
-            pp_size=self.stages,
-            tp_size=wide,
-            dp_size=self.groups,
-            pp_rank=rank // wide,
-            tp_rank=rank % wide,
-        )
+        return _topology(self, rank)
 
     def layers(self, rank: int) -> tuple[int, ...]:
         """Global layers that a rank has."""
@@ -49,6 +43,18 @@ class Shape:
         """Flat ranks of an attention-dp group."""
         size = RANKS // self.groups
         return tuple(range(dp_rank * size, dp_rank * size + size))
+
+
+@cache
+def _topology(shape: Shape, rank: int) -> Topology:
+    wide = RANKS // shape.stages
+    return Topology(
+        pp_size=shape.stages,
+        tp_size=wide,
+        dp_size=shape.groups,
+        pp_rank=rank // wide,
+        tp_rank=rank % wide,
+    )
 
 
 TP, PP, DP = Shape("tp"), Shape("pp", stages=2), Shape("dp", groups=2)

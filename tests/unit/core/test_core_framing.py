@@ -66,3 +66,19 @@ def test_sending_to_a_closed_end_is_a_connection_error() -> None:
     with pytest.raises(ConnectionError):
         left.send(b"x" * 1_000_000)  # more than any socket buffer
     left.close()
+
+
+async def test_frames_that_come_in_pieces_or_together_are_the_same_frames() -> None:
+    ours, theirs = socket.socketpair()
+    loop_end = await AsyncFrameSocket.open(theirs)
+    frames = [b"first", b"", bytes(100_000), b"last"]
+    stream = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+    ours.sendall(stream[:2])
+    reading = asyncio.create_task(loop_end.recv())
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    await asyncio.to_thread(ours.sendall, stream[2:])
+    assert [await reading, *[await loop_end.recv() for _ in frames[1:]]] == frames
+    ours.close()
+    assert await loop_end.recv() is None
+    loop_end.close()

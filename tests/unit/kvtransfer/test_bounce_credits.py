@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.bounce.arena import Arena
-from kvtransfer.bounce.credits import Credits
+from kvtransfer.bounce.credits import Credits, Given
 from kvtransfer.bounce.policy import BouncePolicy
 from kvtransfer.errors import ArenaError
 from kvtransfer.pools import MemoryKind, RegisteredRegion
@@ -98,6 +98,31 @@ def test_a_dropped_request_gets_nothing_and_a_granted_one_stays():
         credits.ask("a", 4, 0)
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_nothing_is_kept_for_a_user_that_has_gone(holds: bool):
+    credits = Credits[str, int](2 << 10, 1 << 10, 2)
+    credits.connect("a")
+    credits.connect("b")
+    if holds:
+        credits.ask("a", 1, 1 << 10)
+        credits.give()
+    credits.disconnect("a")
+    credits.give_back(1)
+    credits.ask("b", 2, 2 << 10)
+    assert [(one.ticket, one.nbytes) for one in credits.give()] == [(2, 2 << 10)]
+
+
+def test_a_user_that_comes_back_before_it_has_given_all_back_keeps_its_unit():
+    credits = Credits[str, int](2 << 10, 1 << 10, 2)
+    credits.ask("a", 1, 1 << 10)
+    credits.give()
+    credits.disconnect("a")
+    credits.connect("a")
+    credits.give_back(1)
+    credits.ask("b", 2, 2 << 10)
+    assert [(one.ticket, one.nbytes) for one in credits.give()] == [(2, 1 << 10)]
+
+
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=80))
 @settings(max_examples=100, deadline=None)
 def test_every_request_is_granted_when_granted_chunks_come_back(users: int, plan: list[tuple[int, int, bool]]):
@@ -119,9 +144,43 @@ def test_every_request_is_granted_when_granted_chunks_come_back(users: int, plan
     assert credits.is_idle
 
 
-@pytest.mark.parametrize(("send", "receive", "largest"), [(64, 64, 21), (64, 8, 2), (6, 64, 2), (1024, 1024, 128)])
+@pytest.mark.parametrize(("send", "receive", "largest"), [(64, 64, 32), (64, 8, 4), (6, 64, 3), (1024, 1024, 256)])
 def test_chunks_are_as_large_as_both_arenas_allow(send: int, receive: int, largest: int):
     mib = 1 << 20
     mine, theirs = (RegisteredRegion(1 << 40, size * mib, MemoryKind.DRAM) for size in (send, receive))
     limits = BouncePolicy(send=mine).limits(mine, theirs)
     assert (limits.smallest, limits.largest // mib) == (mib, largest)
+
+
+def test_chunks_that_wait_for_somebody_else_hold_half_at_most():
+    credits: Credits[str, int] = Credits(8, 1, 2)
+    assert credits.take_now("a", 1, 3) == Given(1, 0, 3)
+    assert credits.take_now("a", 2, 2) is None
+    assert credits.take_now("b", 3, 5) is None
+    credits.keep(1)
+    second = credits.take_now("a", 2, 2)
+    assert second is not None
+    # What waits for nobody finds the rest, less than it asked for rather than late.
+    credits.ask("a", 4, 4)
+    (given,) = credits.give()
+    assert 1 <= given.nbytes < 4
+    credits.ask("b", 6, 1)
+    assert not credits.give()
+    assert credits.take_now("b", 7, 1) is None, "somebody waits"
+    credits.give_back(4)
+    assert [one.ticket for one in credits.give()] == [6]
+    for ticket in (1, 2, 6):
+        credits.drop(ticket)
+        credits.give_back(ticket)
+    assert credits.is_idle
+    assert credits.take_now("b", 8, 4) is not None
+
+
+def test_a_newcomer_finds_room_however_long_others_wait():
+    credits: Credits[str, int] = Credits(8, 1, 4)
+    for ticket in range(9):
+        credits.take_now("cut off", ticket, 1)
+    assert len(credits.granted) == 4
+    credits.ask("newcomer", 99, 8)
+    (given,) = credits.give()
+    assert (given.ticket, given.nbytes) == (99, 4)

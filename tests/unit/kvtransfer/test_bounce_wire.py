@@ -17,6 +17,7 @@ from kvtransfer.bounce_ports import (
     Grant,
     MeetSource,
     PeerWord,
+    PrepareScatter,
     Scattered,
     ScatterOrder,
 )
@@ -33,7 +34,15 @@ CHUNK = BounceChunk(NAME, TokenRange(8, 24), 4096, 8192, 1 << 20, (0, 2))
 
 
 @pytest.mark.parametrize(
-    "body", [ChunkReady(NAME, 1 << 30), ChunkReady(NAME, 1, host=True), Grant(NAME, 1 << 33, 0), CHUNK, HOST_CHUNK]
+    "body",
+    [
+        ChunkReady(NAME, 1 << 30),
+        ChunkReady(NAME, 1, host=True),
+        ChunkReady(NAME, 1, window=TokenRange(8, 24), layer_groups=(0, 2)),
+        Grant(NAME, 1 << 33, 0),
+        CHUNK,
+        HOST_CHUNK,
+    ],
 )
 def test_what_hubs_say(body):
     envelope = Envelope(b"a" * 16, b"b" * 16, (body,))
@@ -44,7 +53,12 @@ def test_what_a_hub_tells_its_ranks():
     table = Storage(Shape(), "slot_major", 4).page_table()
     meet = MeetSource(instance(rank_info(table), role=InstanceRole.CONTEXT, name="c"), instance(rank_info(table)))
     order = ScatterOrder("c", b"c" * 16, CHUNK, TokenRange(0, 24), (RankBlocks(3, 0, np.array([4, -1], np.int32), 8),))
-    grant, met, scatter = wire.rank_input_from_bytes(wire.rank_input_to_bytes([Grant(NAME, 64, 128), meet, order]))
+    prepare = PrepareScatter("c", b"c" * 16, NAME, CHUNK.window, CHUNK.layer_groups, order.tokens, order.destinations)
+    commands = wire.rank_input_to_bytes([Grant(NAME, 64, 128), meet, prepare, order])
+    grant, met, prepared, scatter = wire.rank_input_from_bytes(commands)
+    assert isinstance(prepared, PrepareScatter)
+    assert (prepared.name, prepared.window, prepared.layer_groups) == (NAME, CHUNK.window, CHUNK.layer_groups)
+    assert prepared.destinations[0].blocks.tolist() == [4, -1]
     assert grant == Grant(NAME, 64, 128)
     assert isinstance(met, MeetSource)
     assert (met.peer.instance_id, met.own.instance_id) == ("c", "generation-0")

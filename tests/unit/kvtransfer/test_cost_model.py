@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from kvtransfer.dry_run import dry_run
 from kvtransfer.pools import MemoryKind, RegisteredRegion
 from kvtransfer.probe_ports import PairProbe
 from kvtransfer.rank_info import InstanceRole
+from kvtransfer.transceiver.parts import tapered_parts
 
 MIB = 1 << 20
 LIMITS = ChunkLimits(MIB, 128 * MIB)
@@ -40,7 +42,7 @@ def test_the_break_even_grows_with_bytes():
 
 
 def test_the_chosen_chunk_is_the_best_of_all_sizes():
-    best = best_bounced(DEVICE, SMALL, MIB, 128 * MIB)
+    best = best_bounced(DEVICE, SMALL, LIMITS)
     sizes = [MIB << k for k in range(8)]
     assert best.total_s == min(bounced(DEVICE, SMALL, size).total_s for size in sizes)
     assert best.chunk_bytes in sizes
@@ -48,8 +50,29 @@ def test_the_chosen_chunk_is_the_best_of_all_sizes():
 
 
 def test_a_sender_that_copies_and_writes_in_turn_is_slower():
-    turns = replace(DEVICE, overlaps=False)
-    assert bounced(turns, SMALL, 16 * MIB).total_s > bounced(DEVICE, SMALL, 16 * MIB).total_s
+    near = replace(DEVICE, credit_s=1e-5)
+    turns = replace(near, overlaps=False)
+    assert bounced(turns, SMALL, 16 * MIB).total_s > bounced(near, SMALL, 16 * MIB).total_s
+
+
+def test_more_chunks_are_under_way_where_an_answer_takes_longer():
+    far, near = replace(DEVICE, credit_s=2e-3), replace(DEVICE, credit_s=1e-5)
+    ways = [bounced(cost, SMALL, 16 * MIB, 64) for cost in (near, far)]
+    assert 2 <= ways[0].depth < ways[1].depth < 64
+    assert bounced(far, SMALL, 16 * MIB, 2).total_s > ways[1].total_s
+    assert bounced(near, SMALL, 128 * MIB, 64).depth == 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunk", "sizes"),
+    [(1, 8, [1]), (32, 8, [8] * 4), (33, 8, [2, 8, 8, 8, 5, 2]), (21, 5, [1, 5, 5, 5, 4, 1])],
+)
+def test_the_first_and_the_last_of_many_chunks_are_small(nbytes: int, chunk: int, sizes: list[int]):
+    parts = tapered_parts(nbytes, chunk)
+    assert [one.end - one.begin for one in parts] == sizes
+    assert all(a.end == b.begin for a, b in itertools.pairwise(parts))
+    assert (parts[0].begin, parts[-1].end) == (0, nbytes)
+    assert len(parts) == bounced(HOST, Shape(nbytes, 1, 1, 1), chunk).chunks
 
 
 @pytest.mark.parametrize(
@@ -154,8 +177,24 @@ def test_what_transfers_have_taught_survives_a_restart_and_a_probe(tmp_path):
 
 def test_the_first_direct_write_counts_by_half():
     book, shape = CostBook(HOST), Shape(MIB, 4096, 4096, 1)
-    book.wrote("p", shape, 9 * direct_s(HOST, shape))
-    assert direct_s(book.cost("p"), shape) == pytest.approx(3 * direct_s(HOST, shape), rel=0.1)
+    book.wrote("p", shape, 2 * direct_s(HOST, shape))
+    assert direct_s(book.cost("p"), shape) == pytest.approx(2**0.5 * direct_s(HOST, shape), rel=0.1)
+
+
+def test_a_write_that_lost_its_processor_is_not_believed():
+    book, shape = CostBook(HOST), Shape(MIB, 16, 16, 1)
+    book.wrote("p", shape, 100 * direct_s(HOST, shape))
+    assert direct_s(book.cost("p"), shape) < 2 * direct_s(HOST, shape)
+
+
+def test_small_writes_say_little_about_large_ones():
+    """A write costs more than the probe has shown, whatever its size."""
+    book, small, large = CostBook(HOST), Shape(64 << 10, 8, 8, 1), Shape(32 * MIB, 4096, 4096, 1)
+    real = replace(HOST, write_s=4 * HOST.write_s)
+    for _ in range(100):
+        book.wrote("p", small, direct_s(real, small))
+    assert direct_s(book.cost("p"), small) == pytest.approx(direct_s(real, small), rel=0.05)
+    assert direct_s(book.cost("p"), large) == pytest.approx(direct_s(real, large), rel=0.35)
 
 
 def test_a_dry_run_says_which_way_a_measured_pair_would_take():

@@ -91,3 +91,26 @@ async def test_notices_leave_as_one_message_and_count_each():
         outbox.take(envelope)
         counts.append([message.transfer_notices.count for message in envelope.messages])
     assert counts == [[64], [36]]
+
+
+async def test_answers_leave_before_the_reader_asks_for_more():
+    outbox, order = Outbox(), list[str]()
+
+    async def write() -> None:
+        while await outbox.ready():
+            outbox.take(ConnectRequest())
+            order.append("written")
+
+    async def read() -> None:
+        for nonce in range(2):
+            outbox.say(Ping(nonce), ME)
+            await outbox.gets_its_turn()
+            order.append("asks for more")
+        await outbox.gets_its_turn()
+        outbox.end(EndReason.UNNEEDED, "enough")
+
+    writer = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    await read()
+    await writer
+    assert order == ["written", "asks for more"] * 2

@@ -290,8 +290,12 @@ def test_a_missing_vllm_is_a_problem():
 
 def test_configurations_that_can_not_hand_off():
     parallel = SimpleNamespace(data_parallel_size=2, prefill_context_parallel_size=1, decode_context_parallel_size=1)
-    wrong = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(kv_role="kv_both"))
-    with pytest.raises(EngineUnsupported, match=r"kv_role = kv_both.*data_parallel_size = 2"):
+    wrong = SimpleNamespace(
+        parallel_config=parallel,
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+    )
+    with pytest.raises(EngineUnsupported, match=r"kv_role = kv_both.*data_parallel_size = 2.*enable_sleep_mode = True"):
         check_configuration(wrong)
 
 

@@ -94,13 +94,16 @@ class TransferConfig(Section):
         "its memory, at most 512 MiB; 0: small runs are never gathered",
     )
     bounce_chunk_bytes: int = Field(
-        default=128 << 20,
+        default=256 << 20,
         ge=1 << 20,
         le=1 << 40,
         description="chunks are at most this large; the cost model chooses less",
     )
     bounce_depth: int = Field(
-        default=3, ge=1, le=64, description="chunks of one transfer that are gathered, written and scattered at once"
+        default=4,
+        ge=1,
+        le=64,
+        description="chunks of one transfer that are gathered, written and scattered at once, at most",
     )
     cost_file: str | None = Field(
         default=None, min_length=1, description="where the measured costs of paths are kept between starts"

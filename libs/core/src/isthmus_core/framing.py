@@ -19,14 +19,15 @@ import threading
 _HEADER = struct.Struct("<I")
 # A block list of a million blocks is 4 MB; nothing legitimate comes near this.
 MAX_FRAME = 64 << 20
+_READ_BYTES = 1 << 18
 
 
 class FrameError(Exception):
     """The stream is not made of frames, or a frame is longer than MAX_FRAME."""
 
 
-def _length(header: bytes) -> int:
-    (length,) = _HEADER.unpack(header)
+def _length(header: bytes | bytearray) -> int:
+    (length,) = _HEADER.unpack_from(header)
     if length > MAX_FRAME:
         raise FrameError(f"frame of {length} bytes, at most {MAX_FRAME} are allowed")
     return int(length)
@@ -91,6 +92,7 @@ class AsyncFrameSocket:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._read = bytearray()
 
     @classmethod
     async def open(cls, sock: socket.socket) -> AsyncFrameSocket:
@@ -101,23 +103,34 @@ class AsyncFrameSocket:
 
     async def recv(self) -> bytes | None:
         """Next frame; None when the other side is gone. Raises FrameError when the stream is cut inside a frame."""
-        try:
-            header = await self._reader.readexactly(_HEADER.size)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            if isinstance(error, asyncio.IncompleteReadError) and error.partial:
-                raise FrameError("the stream ended inside a frame header") from error
+        while (frame := self._next()) is None:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except ConnectionError:
+                data = b""
+            if not data:
+                if self._read:
+                    raise FrameError(f"the stream ended {len(self._read)} bytes into a frame")
+                return None
+            self._read += data
+        return frame
+
+    def _next(self) -> bytes | None:
+        """The first frame of what was read, when it is whole: most come with one read."""
+        if len(self._read) < _HEADER.size:
             return None
-        try:
-            return await self._reader.readexactly(_length(header))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise FrameError("the stream ended inside a frame") from error
+        end = _HEADER.size + _length(self._read)
+        if len(self._read) < end:
+            return None
+        frame = bytes(memoryview(self._read)[_HEADER.size : end])
+        del self._read[:end]
+        return frame
 
     def send(self, frame: bytes) -> None:
         """Queue one frame. Raises ConnectionError when the other side is known to be gone."""
         if self._writer.is_closing():
             raise ConnectionError("the other end of the local socket is gone")
-        self._writer.write(_HEADER.pack(len(frame)))
-        self._writer.write(frame)
+        self._writer.write(_HEADER.pack(len(frame)) + frame)
 
     def close(self) -> None:
         """Close both directions; idempotent."""

@@ -97,6 +97,10 @@ class Tracing:
         """True when spans go anywhere."""
         return self._sender is not None
 
+    def records(self, parent: TraceContext | None) -> bool:
+        """True when a child of `parent` would be recorded: only then is it worth knowing what it is about."""
+        return self._sender is not None and parent is not None and parent.sampled
+
     def open_spans(self) -> int:
         """Spans begun and not ended: 0 on an idle process."""
         return self._open

@@ -2,7 +2,7 @@
 
     context rank ── PeerWord(ChunkReady) ─▶ hub ── ChunkReady ─▶ hub: room in the arena of the destination rank?
     context rank ◀── Grant ─────────────── hub ◀── Grant ─────── hub
-    context rank: gather, write
+    context rank: gather, perhaps meanwhile, write    hub ── PrepareScatter ──▶ generation rank: its plan of the pages
     context rank ── PeerWord(BounceChunk) ▶ hub ── BounceChunk ─▶ hub ── ScatterOrder ─▶ generation rank: scatter
                                                                   hub ◀── Scattered ──── generation rank
 
@@ -35,11 +35,17 @@ class ChunkName:
 @dataclass(frozen=True, slots=True)
 class ChunkReady:
     """Context to generation: `nbytes` of source data exist and wait for room in the arena of the destination rank, in
-    its arena on the host (`host`) if it has two. Answered by a Grant, unless the attempt ends first."""
+    its arena on the host (`host`) if it has two. Answered by a Grant, unless the attempt ends first.
+
+    `window` and `layer_groups` as the BounceChunk will have them, so that the destination can get ready while the chunk
+    is on its way. None: a peer that does not say so.
+    """
 
     name: ChunkName
     nbytes: int
     host: bool = False
+    window: TokenRange | None = None
+    layer_groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,20 @@ class MeetSource:
 
     peer: InstanceInfo
     own: InstanceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareScatter:
+    """Generation hub to the destination rank: chunks of this window and these layer groups will come from that writer.
+    Not answered. `tokens` and `destinations` as in the ScatterOrders that follow."""
+
+    instance_id: str
+    incarnation: bytes
+    name: ChunkName
+    window: TokenRange
+    layer_groups: tuple[int, ...]
+    tokens: TokenRange
+    destinations: tuple[RankBlocks, ...]
 
 
 @dataclass(frozen=True, slots=True)

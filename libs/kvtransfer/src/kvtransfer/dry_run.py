@@ -106,7 +106,7 @@ def _decision(transfer: Transfer, probe: PairProbe, arena: RegisteredRegion, pol
     book = CostBook(DEVICE if device else HOST)
     book.probed(probe)
     shape = Shape(transfer.nbytes, transfer.fragments, transfer.fragments, 0)
-    limits = ChunkLimits(SMALLEST_CHUNK, max(SMALLEST_CHUNK, arena.size_bytes // CHUNKS_AT_ONCE))
+    limits = ChunkLimits(SMALLEST_CHUNK, max(SMALLEST_CHUNK, arena.size_bytes // 2), arena.size_bytes, CHUNKS_AT_ONCE)
     return decide(policy, book.cost(probe.path), shape, limits)
 
 

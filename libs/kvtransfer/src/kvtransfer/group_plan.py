@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtransfer.buffer_pairs import BufferPairs
     from kvtransfer.bundles import Bundle
     from kvtransfer.overlap import Atoms
+    from kvtransfer.packed import RunPlaces
     from kvtransfer.page_table import LayerGroup, PageTable
     from kvtransfer.rank_info import RankInfo
     from kvtransfer.relation import Relation
@@ -111,6 +112,11 @@ class GroupPlan:
         layers = np.zeros(int(pairs.buffer.max()) + 1, np.int64)
         np.maximum.at(layers, pairs.buffer, pairs.layer)
         return layers
+
+    @cached_property
+    def places(self) -> dict[tuple[bool, bool], RunPlaces]:
+        """Where the runs lie in the packed range and on a side, by (of whole blocks, on the source): see `packing`."""
+        return {}
 
     @cached_property
     def bits_per_token(self) -> int:

@@ -18,7 +18,7 @@ from kvtransfer.transfer import Grid
 from kvtransfer.windows import window_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     BlockLists = Mapping[int, NDArray[np.int32]]
     Begins = Mapping[int, int] | None
+    # Groups of a chunk that move something, with their pieces.
+    Located = Sequence[tuple[GroupPlan, "Placed"]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

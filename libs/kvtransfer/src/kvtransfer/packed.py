@@ -2,13 +2,16 @@
 
     packed bit of run r in piece p, head-major buffer    base + row * begin + prefix * tokens + unit * before
                                     token-major buffer   base + row * (begin + before) + prefix
+    base = 8 * where the group begins + tokens of the group * bits of a token in the buffers before the run's
 
 A chunk of a bounced transfer is any byte range of it: the sender cuts, the receiver follows.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,23 +22,39 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RunPlaces:
-    """Columns of R runs. `address`, `stride` (slot to slot) in bytes; `step` (token to token in a block) and `unit` in
-    bits. Of the packed range, in bits: `base`, begin of the run's buffer; `row`, a token of the buffer; `prefix`, the
-    runs of that token before this one; `end` of the buffer. `token_major`: how the buffer is laid out. `layer`: global
-    number of the buffer's."""
+    """Columns of R runs in packed order, the same for every request of a plan. `address`, `stride` (slot to slot) in
+    bytes; `step` (token to token in a block) and `unit` in bits. Of one token, in bits: `before`, the buffers before
+    the run's; `row`, the run's buffer; `prefix`, the runs of that buffer before this one. `token_major`: how the buffer
+    is laid out. `layer`: global number of the buffer's. `longest`: tokens of a piece at most."""
 
     address: NDArray[np.int64]
     stride: NDArray[np.int64]
     step: NDArray[np.int64]
     unit: NDArray[np.int64]
-    base: NDArray[np.int64]
+    before: NDArray[np.int64]
     row: NDArray[np.int64]
     prefix: NDArray[np.int64]
     token_major: NDArray[np.bool_]
-    end: NDArray[np.int64]
     layer: NDArray[np.int64]
+    longest: int
+
+    @cached_property
+    def after(self) -> NDArray[np.int64]:
+        """`before` of the next buffer."""
+        return self.before + self.row
+
+    @cached_property
+    def whole_bytes(self) -> bool:
+        """True when every token of every run is made of whole bytes."""
+        return not (self.unit & 7).any()
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, int, int], ...]:
+        """(first run, run after the last, unit) of neighbours with equal units."""
+        cuts = (np.flatnonzero(np.diff(self.unit)) + 1).tolist()
+        return tuple((a, b, int(self.unit[a])) for a, b in itertools.pairwise([0, *cuts, len(self.unit)]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +72,13 @@ class PiecePlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedGrid:
-    """R runs x P pieces. `reads`: addresses are those of the source (a gather), otherwise of the destination."""
+    """R runs x P pieces of a group of which `tokens` tokens are packed from byte `at` on. `reads`: addresses are those
+    of the source (a gather), otherwise of the destination."""
 
     runs: RunPlaces
     pieces: PiecePlaces
+    tokens: int
+    at: int
     reads: bool
 
     @property
@@ -64,15 +86,18 @@ class PackedGrid:
         """Contiguous runs of a token, an upper bound of what is copied."""
         return len(self.runs.unit) * int(self.pieces.count.sum())
 
-    def inside(self, begin: int, end: int) -> NDArray[np.intp]:
+    def inside(self, begin: int, end: int) -> slice:
         """Runs whose buffer meets the packed bytes [begin, end)."""
-        return np.flatnonzero((self.runs.base < 8 * end) & (self.runs.end > 8 * begin))
+        low, high = 8 * (begin - self.at) // self.tokens, -(8 * (self.at - end) // self.tokens)
+        first = int(np.searchsorted(self.runs.after, low, side="right"))
+        return slice(first, max(first, int(np.searchsorted(self.runs.before, high, side="left"))))
 
-    def rows(self, which: NDArray[np.intp]) -> StridedRuns:
+    def rows(self, which: slice) -> StridedRuns:
         """The runs `which`, one row for each (run, piece); tokens that follow each other on both ends are one."""
         runs, pieces = self.runs, self.pieces
         unit, step, stride = runs.unit[which], runs.step[which], runs.stride[which]
-        base, row, prefix, major = runs.base[which], runs.row[which], runs.prefix[which], runs.token_major[which]
+        base = 8 * self.at + runs.before[which] * self.tokens
+        row, prefix, major = runs.row[which], runs.prefix[which], runs.token_major[which]
         head_major = np.outer(row, pieces.begin) + np.outer(prefix, pieces.tokens) + np.outer(unit, pieces.before)
         token_major = np.outer(row, pieces.begin + pieces.before) + prefix[:, None]
         offset = (base[:, None] + np.where(major[:, None], token_major, head_major)) >> 3
@@ -105,11 +130,15 @@ class Packed:
     @property
     def whole_bytes(self) -> bool:
         """True when every token of every run is made of whole bytes, and so are all steps."""
-        return not any((grid.runs.unit & 7).any() for grid in self.grids)
+        return all(grid.runs.whole_bytes for grid in self.grids)
 
     def layers(self) -> NDArray[np.int64]:
         """[buffers, 3]: begin and end in packed bits, and global layer, in packed order."""
-        columns = [np.stack((one.runs.base, one.runs.end, one.runs.layer), axis=1) for one in self.grids]
+        columns = [
+            np.stack((8 * one.at + runs.before * one.tokens, 8 * one.at + runs.after * one.tokens, runs.layer), axis=1)
+            for one in self.grids
+            for runs in (one.runs,)
+        ]
         return np.unique(np.concatenate(columns), axis=0) if columns else np.zeros((0, 3), np.int64)
 
     def part(self, begin: int, end: int) -> StridedRuns:

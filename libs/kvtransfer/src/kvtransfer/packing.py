@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtransfer.group_plan import GroupPlan
-    from kvtransfer.instantiate import Begins, BlockLists, Placed
+    from kvtransfer.instantiate import Begins, BlockLists, Located, Placed
     from kvtransfer.peer_plan import PeerPlan
     from kvtransfer.ports import TokenRange
     from kvtransfer.regions import RegionPairs
@@ -45,10 +45,21 @@ def pack_source(
 ) -> Packed:
     """Source address -> packed offset. Arguments and errors as in `PeerPlan.resolve`. `groups`: only these layer groups
     of the destination are packed; None = all."""
-    chunk, at, grids = Chunk.of(tokens), 0, list[PackedGrid]()
-    for group in _chosen(plan, groups):
-        placed = place(group, src_blocks, dst_blocks, chunk, src_begins, dst_begins)
-        grids += packed_grids(group, placed, at, reads=True)
+    chunk = Chunk.of(tokens)
+    return pack_located(
+        [
+            (group, place(group, src_blocks, dst_blocks, chunk, src_begins, dst_begins))
+            for group in _chosen(plan, groups)
+        ],
+        reads=True,
+    )
+
+
+def pack_located(located: Located, *, reads: bool) -> Packed:
+    """The packed range of groups that have been located. `reads`: addresses are those of the source."""
+    at, grids = 0, list[PackedGrid]()
+    for group, placed in located:
+        grids += packed_grids(group, placed, at, reads=reads)
         at += _size(group, placed)
     return Packed(tuple(grids), at)
 
@@ -62,12 +73,9 @@ def pack_destination(
     groups: frozenset[int] | None = None,
 ) -> Packed:
     """Packed offset -> destination address: what the receiver computes alone."""
-    chunk, at, grids = Chunk.of(tokens), 0, list[PackedGrid]()
-    for group in _chosen(plan, groups):
-        placed = place_destination(group, dst_blocks, chunk, dst_begins)
-        grids += packed_grids(group, placed, at, reads=False)
-        at += _size(group, placed)
-    return Packed(tuple(grids), at)
+    chunk = Chunk.of(tokens)
+    located = [(group, place_destination(group, dst_blocks, chunk, dst_begins)) for group in _chosen(plan, groups)]
+    return pack_located(located, reads=False)
 
 
 def gather_strided(
@@ -130,15 +138,36 @@ def packed_grids(group: GroupPlan, placed: Placed, at: int, *, reads: bool) -> l
     for chosen, pieces in zip((full, ~full), split(group, placed), strict=True):
         if not len(pieces):
             continue
-        runs = group.whole_runs if chosen is full else group.cut_runs
-        base, row, prefix = _in_buffers(runs, total)
         block, phase = (pieces.src, pieces.src_phase) if reads else (pieces.dst, pieces.dst_phase)
         where = PiecePlaces(block, phase, block_begin[chosen], block_tokens[chosen], within[chosen], pieces.count)
-        address = (runs.src, runs.src_stride, runs.src_step) if reads else (runs.dst, runs.dst_stride, runs.dst_step)
-        major = runs.token_major == 1
-        begin, layer = base + 8 * at, group.layer_of_buffer[runs.buffer]
-        columns = RunPlaces(*address, runs.unit, begin, row, prefix, major, begin + row * total, layer)
-        made.append(PackedGrid(columns, where, reads=reads))
+        made.append(PackedGrid(run_places(group, whole=chosen is full, reads=reads), where, total, at, reads=reads))
+    return made
+
+
+def places_of(plan: PeerPlan, *, reads: bool) -> list[RunPlaces]:
+    """All that requests of a plan will use on one side."""
+    made: list[RunPlaces] = []
+    for group in plan.groups:
+        whole = group.aligned_blocks
+        if whole:
+            made.append(run_places(group, whole=True, reads=reads))
+        if not whole or group.grain != group.src.block:
+            made.append(run_places(group, whole=False, reads=reads))
+    return made
+
+
+def run_places(group: GroupPlan, *, whole: bool, reads: bool) -> RunPlaces:
+    """Where the runs of whole or of cut blocks lie, on the source (`reads`) or on the destination. Made once."""
+    known = group.places.get((whole, reads))
+    if known is not None:
+        return known
+    runs = group.whole_runs if whole else group.cut_runs
+    before, row, prefix = _in_buffers(runs)
+    address = (runs.src, runs.src_stride, runs.src_step) if reads else (runs.dst, runs.dst_stride, runs.dst_step)
+    major, layer = runs.token_major == 1, group.layer_of_buffer[runs.buffer]
+    longest = min(group.src.block, group.dst.block)
+    made = RunPlaces(*address, runs.unit, before, row, prefix, major, layer, longest)
+    group.places[whole, reads] = made
     return made
 
 
@@ -156,15 +185,15 @@ def _in_blocks(placed: Placed) -> tuple[NDArray[np.int64], NDArray[np.int64], ND
     return before[first][block], np.add.reduceat(placed.count, first)[block], before - before[first][block]
 
 
-def _in_buffers(runs: RunTable, tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Per run, in bits: begin of its buffer, one token of its buffer, and the runs of the token before it."""
+def _in_buffers(runs: RunTable) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Per run, in bits of one token: the buffers before its own, its buffer, and the runs of the buffer before it."""
     new = np.ones(len(runs), np.bool_)
     new[1:] = runs.buffer[1:] != runs.buffer[:-1]
     first = np.flatnonzero(new)
     buffer = np.cumsum(new) - 1
     row = np.add.reduceat(runs.unit, first)
-    before = np.cumsum(runs.unit) - runs.unit
-    return (np.cumsum(row) - row)[buffer] * tokens, row[buffer], before - before[first][buffer]
+    prefix = np.cumsum(runs.unit) - runs.unit
+    return (np.cumsum(row) - row)[buffer], row[buffer], prefix - prefix[first][buffer]
 
 
 def _size(group: GroupPlan, placed: Placed) -> int:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtransfer.group_plan import GroupPlan
-    from kvtransfer.instantiate import Begins, BlockLists
+    from kvtransfer.instantiate import Begins, BlockLists, Located
     from kvtransfer.overlap import Atoms
     from kvtransfer.page_table import PageTable
     from kvtransfer.ports import TokenRange
@@ -92,16 +92,26 @@ class PeerPlan:
         destination lists exactly the blocks up to the end of the prompt, -1 where it wants nothing; the source at least
         what is read, -1 where nothing is. Recurrent groups list one slot. Raises PlanError before anything is computed.
         """
-        chunk = Chunk.of(tokens)
+        return self.moves(self.locate(src_blocks, dst_blocks, Chunk.of(tokens), src_begins, dst_begins))
+
+    def locate(
+        self, src_blocks: BlockLists, dst_blocks: BlockLists, chunk: Chunk, src_begins: Begins, dst_begins: Begins
+    ) -> Located:
+        """Where everything lies that a chunk moves. Arguments and errors as in `resolve`."""
         if chunk.prompt.begin == chunk.prompt.end:
-            return Transfer(())
-        placed = [(g, place(g, src_blocks, dst_blocks, chunk, src_begins, dst_begins)) for g in self.groups]
+            return ()
+        placed = ((g, place(g, src_blocks, dst_blocks, chunk, src_begins, dst_begins)) for g in self.groups)
+        located = tuple((group, pieces) for group, pieces in placed if len(pieces))
         check_ids(self._sharing, dst_blocks)
-        grids = [grid for group, pieces in placed if len(pieces) for grid in grids_of(group, pieces)]
-        transfer = Transfer(tuple(grids), self._region_starts)
         if any(how is Sharing.ADDRESSES for *_, how in self._sharing):
-            check_addresses(transfer.pairs())
-        return transfer
+            check_addresses(self.moves(located).pairs())
+        return located
+
+    def moves(self, located: Located) -> Transfer:
+        """What of a chunk has been located, or some groups of it."""
+        return Transfer(
+            tuple(grid for group, pieces in located for grid in grids_of(group, pieces)), self._region_starts
+        )
 
     def instantiate(
         self,

@@ -24,6 +24,7 @@ from kvtransfer.binding_ports import SendFirstTokens as SendFirstTokens
 from kvtransfer.bounce_ports import Grant as Grant
 from kvtransfer.bounce_ports import MeetSource as MeetSource
 from kvtransfer.bounce_ports import PeerWord as PeerWord
+from kvtransfer.bounce_ports import PrepareScatter as PrepareScatter
 from kvtransfer.bounce_ports import Scattered as Scattered
 from kvtransfer.bounce_ports import ScatterOrder as ScatterOrder
 from kvtransfer.probe_ports import PairProbe as PairProbe
@@ -323,7 +324,9 @@ class TransferNotice(NamedTuple):
 
 SchedulerToHub = SendOffer | ReceiveRequest | CancelTransfer | ReceiveIntent | BindContext | SendFirstTokens
 HubToScheduler = SendOutcome | ReceiveOutcome | BindNews
-HubToRank = LoadPeer | ForgetPeer | WriteOrder | CancelWrite | ProbePeer | Grant | MeetSource | ScatterOrder
+HubToRank = (
+    LoadPeer | ForgetPeer | WriteOrder | CancelWrite | ProbePeer | Grant | MeetSource | PrepareScatter | ScatterOrder
+)
 RankToHub = RankReady | PeerLoaded | TransferNotice | PeerProbed | PeerWord | Scattered
 
 

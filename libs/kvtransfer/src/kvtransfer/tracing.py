@@ -45,6 +45,8 @@ REASON = "kv.reason"
 
 def begin_receive(tracing: Tracing, request: ReceiveRequest) -> Span:
     """Opens `kv.receive`; its context is the parent of the writers' spans."""
+    if not tracing.records(request.trace):
+        return tracing.begin(RECEIVE_SPAN, request.trace, kind="client")
     attributes = _identity(request.key, request.holder.instance_id, request.holder.incarnation)
     attributes[TOKENS] = len(request.tokens)
     return tracing.begin(RECEIVE_SPAN, request.trace, kind="client", attributes=attributes)
@@ -52,6 +54,8 @@ def begin_receive(tracing: Tracing, request: ReceiveRequest) -> Span:
 
 def end_receive(span: Span, outcome: ReceiveOutcome) -> None:
     """Ends `kv.receive` with the settled outcome."""
+    if not span.recording:
+        return
     if outcome.stats is not None:
         writers = outcome.stats.writers
         span.set(BYTES, writers.bytes)
@@ -71,6 +75,8 @@ def begin_transfer(
     tracing: Tracing, parent: TraceContext | None, key: RequestKey, peer: tuple[str, bytes], writer: tuple[int, int]
 ) -> Span:
     """Opens `kv.transfer` of one (src_rank, dst_rank)."""
+    if not tracing.records(parent):
+        return tracing.begin(TRANSFER_SPAN, parent, kind="server")
     attributes = _identity(key, *peer)
     attributes[SRC_RANK], attributes[DST_RANK] = writer
     return tracing.begin(TRANSFER_SPAN, parent, kind="server", attributes=attributes)
@@ -78,6 +84,8 @@ def begin_transfer(
 
 def end_transfer(span: Span, notice: TransferNotice) -> None:
     """Ends `kv.transfer` with the writer's notice."""
+    if not span.recording:
+        return
     stats = notice.stats
     span.set(BYTES, stats.bytes)
     span.set(DESCRIPTORS, stats.descriptors)

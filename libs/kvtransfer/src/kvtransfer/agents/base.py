@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -165,6 +166,7 @@ class RegionIndex:
         self.owner = owner
         self.regions = tuple(ordered)
         self.kinds = frozenset(region.memory_kind for region in ordered)
+        self._firsts = [region.base_address for region in ordered]
         self._starts = np.array([region.base_address for region in ordered], np.int64)
         self._ends = np.array([region.end for region in ordered], np.int64)
         self._devices = np.array([region.device_id for region in ordered], np.int64)
@@ -183,6 +185,13 @@ class RegionIndex:
         if len(self.kinds) > 1 and (self._kinds[index] != kind.value).any():
             raise AgentError(f"a transfer names memory of {self.owner} of several kinds: post one for each of them")
         return kind, self._devices[index]
+
+    def device(self, address: int, length: int) -> tuple[MemoryKind, int]:
+        """`devices` for one run, in less time."""
+        index = bisect_right(self._firsts, address) - 1
+        if index < 0 or length <= 0 or address + length > self.regions[index].end:
+            raise AgentError(f"run {address:#x} + {length} is not inside one registered region of {self.owner}")
+        return self.regions[index].memory_kind, self.regions[index].device_id
 
     def covers(self, regions: Sequence[RegisteredRegion]) -> bool:
         """True when every region lies inside one of these."""

@@ -308,6 +308,10 @@ def _rows(
 ) -> tuple[str, NDArray[np.uint64]]:
     """NIXL's name of the kind of memory, and N x 3 (address, length, device), checked against the registered
     regions."""
+    if len(addresses) == 1:
+        # What every chunk is.
+        kind, device = index.device(int(addresses[0]), int(lengths[0]))
+        return nixl_api.NAMES[kind], np.array(((addresses[0], lengths[0], device),), np.uint64)
     kind, devices = index.devices(addresses, lengths)
     return nixl_api.NAMES[kind], np.stack((addresses, lengths, devices), axis=1).astype(np.uint64)
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 from kvtransfer.errors import ArenaError
 
 
+def check_room(what: str, size_bytes: int, unit_bytes: int, peers: int) -> None:
+    """Raises ArenaError naming the least size when `what` can not hold a unit for each peer."""
+    if size_bytes < unit_bytes * peers:
+        raise ArenaError(
+            f"{what} of {size_bytes} bytes is too small for {peers} peers with a chunk of {unit_bytes} bytes each: the "
+            f"least is {unit_bytes * peers} bytes (transfer.arena_bytes, transfer.max_peers)"
+        )
+
+
 class Arena:
     """`size_bytes` from offset 0 in units of `unit_bytes`. Blocks are 2^k units and aligned to their size."""
 

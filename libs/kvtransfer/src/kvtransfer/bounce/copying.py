@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvtransfer.packed import Packed
+    from kvtransfer.packed import Packed, RunPlaces
     from kvtransfer.transfer import StridedRuns
 
 # Index entries made at once: bounds the memory that a copy of very many small runs takes.
@@ -28,12 +28,24 @@ class Copy(Protocol):
         """True when every byte is there. Never waits."""
         ...
 
+    def seconds(self, noticed: float) -> float:
+        """What a copy that is done has taken. `noticed`: seconds until somebody saw that it was."""
+        ...
+
 
 class Copier(Protocol):
     """Copies between the cache and an arena of the same device. Used by the thread that owns the agent only."""
 
     def can(self, packed: Packed) -> bool:
         """True when it can copy any part of it. The same on both sides of a transfer."""
+        ...
+
+    def warm(self, runs: RunPlaces, *, gather: bool) -> None:
+        """Makes what every copy of such runs needs, so that the first request of a plan does not wait for it."""
+        ...
+
+    def prepare(self, packed: Packed) -> None:
+        """Makes what copies of its parts need, so that the first one does not have to. Optional."""
         ...
 
     def gather(self, packed: Packed, begin: int, end: int, chunk: int) -> Copy:
@@ -51,6 +63,12 @@ class HostCopier:
     def can(self, packed: Packed) -> bool:
         return packed.nbytes >= 0
 
+    def warm(self, runs: RunPlaces, *, gather: bool) -> None:
+        """Nothing is kept between requests."""
+
+    def prepare(self, packed: Packed) -> None:
+        """Rows are made of every part anew: all of them at once may be very many."""
+
     def gather(self, packed: Packed, begin: int, end: int, chunk: int) -> Copy:
         rows = packed.part(begin, end)
         copy_rows(rows.src, rows.dst + chunk, rows)
@@ -65,6 +83,9 @@ class HostCopier:
 class _Finished:
     def done(self) -> bool:
         return True
+
+    def seconds(self, noticed: float) -> float:
+        return noticed
 
 
 FINISHED: Copy = _Finished()

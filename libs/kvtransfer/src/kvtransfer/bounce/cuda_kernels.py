@@ -16,15 +16,18 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One binary for all values: a compilation takes a second, and a request must not wait for one.
+@triton.jit(do_not_specialize=["chunk", "begin", "end", "first_run", "num_pieces", "tokens", "at"])
 def copy_packed(
-    runs,  # int64[R, 8]: address, stride, step, unit, base, row, prefix, token_major
+    runs,  # int64[R, 8]: address, stride, step, unit, before, row, prefix, token_major
     pieces,  # int64[P, 6]: block, phase, begin, tokens, before, count
-    chunk,  # address of packed byte `begin`
-    begin,
-    end,
-    first_run,
-    num_pieces,
+    chunk: tl.int64,  # address of packed byte `begin`
+    begin: tl.int64,
+    end: tl.int64,
+    first_run: tl.int64,
+    num_pieces: tl.int64,
+    tokens: tl.int64,  # of the group
+    at: tl.int64,  # packed bit where the group begins
     UNIT: tl.constexpr,  # elements of one token of a run
     WIDTH: tl.constexpr,  # bytes of an element: 1, 2, 4, 8
     ALIGNED: tl.constexpr,  # everything is a multiple of 16 bytes
@@ -32,15 +35,15 @@ def copy_packed(
     TILE: tl.constexpr,
 ):
     """Copies what of the packed bytes [begin, end) belongs to one run of one piece."""
-    at = tl.program_id(0)
-    run = runs + (first_run + at // num_pieces).to(tl.int64) * 8
-    piece = pieces + (at % num_pieces).to(tl.int64) * 6
+    program = tl.program_id(0).to(tl.int64)
+    run = runs + (first_run + program // num_pieces) * 8
+    piece = pieces + (program % num_pieces) * 6
     step, unit, row, prefix = tl.load(run + 2), tl.load(run + 3), tl.load(run + 5), tl.load(run + 6)
-    first, tokens, before = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
-    head_major = row * first + prefix * tokens + unit * before
+    first, in_block, before = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+    head_major = row * first + prefix * in_block + unit * before
     token_major = row * (first + before) + prefix
     by_token = tl.load(run + 7) != 0
-    packed = (tl.load(run + 4) + tl.where(by_token, token_major, head_major)) >> 3
+    packed = (at + tl.load(run + 4) * tokens + tl.where(by_token, token_major, head_major)) >> 3
     hop = tl.where(by_token, row, unit) >> 3
     cache = tl.load(run) + tl.load(run + 1) * tl.load(piece) + ((step * tl.load(piece + 1)) >> 3)
     step = step >> 3

@@ -64,7 +64,5 @@ def _scattered(arena: int, nbytes: int, unit: int, *, reads: bool) -> Packed:
     pieces = PiecePlaces(order, none, np.arange(count), one, none, one)
     bits = np.array([8 * unit])
     zero = bits * 0
-    runs = RunPlaces(
-        np.array([arena]), np.array([2 * unit]), bits, bits, zero, bits, zero, bits < 0, bits * count, zero
-    )
-    return Packed((PackedGrid(runs, pieces, reads=reads),), nbytes)
+    runs = RunPlaces(np.array([arena]), np.array([2 * unit]), bits, bits, zero, bits, zero, bits < 0, zero, 1)
+    return Packed((PackedGrid(runs, pieces, count, 0, reads=reads),), nbytes)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# Of an arena whose size nobody chose (on the host also beside a cache on a device). On a device three chunks of 128 MiB
+# Of an arena whose size nobody chose (on the host also beside a cache on a device). On a device four chunks of 128 MiB
 # and more keep a fast link busy.
 HOST_ARENA, DEVICE_ARENA, DEVICE_SHARE = 64 << 20, 512 << 20, 64
 # Flags of cudaHostRegister.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtransfer.bounce.arena import check_room
 from kvtransfer.bounce.copying import Copier, HostCopier
 from kvtransfer.cost.book import DEVICE, HOST, CostBook
 from kvtransfer.cost.policies import ChunkLimits, StagingPolicy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # The smallest chunk, as hubs count room for every peer.
 UNIT_BYTES = 1 << 20
+# Where nobody says anything else: the largest chunk, and how many of a transfer are under way.
+CHUNK_BYTES, DEPTH = 256 << 20, 4
 
 
 def _nothing_to_lock() -> str:
@@ -35,7 +38,7 @@ class BouncePolicy:
     lock_host       called before either of them is copied from or to; says what stands in the way, once for all
     unit_bytes      the smallest chunk, and what every peer is sure of
     chunk_bytes     the largest chunk
-    depth           chunks of one transfer that are under way at once
+    depth           chunks of one transfer that are under way at once, at most
     max_peers       how many peers each arena has room for at least. Raises ArenaError for one that is too small
     """
 
@@ -47,8 +50,8 @@ class BouncePolicy:
     copier: Copier = field(default_factory=HostCopier)
     staging: StagingPolicy = StagingPolicy.COST
     unit_bytes: int = UNIT_BYTES
-    chunk_bytes: int = 128 << 20
-    depth: int = 3
+    chunk_bytes: int = CHUNK_BYTES
+    depth: int = DEPTH
     max_peers: int = 1
     book: CostBook = field(default_factory=lambda: CostBook(HOST))
 
@@ -57,15 +60,11 @@ class BouncePolicy:
             raise ArenaError(
                 f"transfer.bounce_chunk_bytes = {self.chunk_bytes} is smaller than a unit of {self.unit_bytes} bytes"
             )
-        least = self.unit_bytes * self.max_peers
         for name in ("send", "receive", "host_send", "host_receive"):
             arena: RegisteredRegion | None = getattr(self, name)
-            if arena is not None and arena.size_bytes < least:
-                raise ArenaError(
-                    f"the {name.replace('_', ' ')} arena has {arena.size_bytes} bytes, too few for {self.max_peers} "
-                    f"peers with a chunk of {self.unit_bytes} bytes each: the least is {least} bytes "
-                    "(transfer.arena_bytes, transfer.max_peers)"
-                )
+            if arena is not None:
+                what = f"the {name.replace('_', ' ')} arena"
+                check_room(what, arena.size_bytes, self.unit_bytes, self.max_peers)
 
     @property
     def regions(self) -> tuple[RegisteredRegion, ...]:
@@ -84,9 +83,12 @@ class BouncePolicy:
         return self.send if mine.meets(peer) else self.host_send
 
     def limits(self, send: RegisteredRegion, receive: RegisteredRegion) -> ChunkLimits:
-        """Sizes of chunks from one arena to the other, so that `depth` of them fit into both."""
+        """Sizes of chunks from one arena to the other. Two of the largest fit into both."""
         room = min(send.size_bytes, receive.size_bytes)
-        return ChunkLimits(self.unit_bytes, max(self.unit_bytes, min(self.chunk_bytes, room // self.depth)))
+        share = max(1, min(2, self.depth))
+        return ChunkLimits(
+            self.unit_bytes, max(self.unit_bytes, min(self.chunk_bytes, room // share)), room, self.depth
+        )
 
 
 def starting_cost(kind: MemoryKind) -> PathCost:

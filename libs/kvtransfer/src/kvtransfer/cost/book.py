@@ -22,10 +22,13 @@ log = logging.getLogger(__name__)
 
 # Before anything was measured. Host: over the kernel or tcp on one machine; device: over NVLink.
 HOST = PathCost(2e-4, 6e-6, 1.5e9, 3e9, 3e9, 1e-8, 1e-4, 1e-3, overlaps=False)
-DEVICE = PathCost(5e-5, 9e-6, 270e9, 1.6e12, 1.4e12, 1e-10, 6e-5, 1e-3, overlaps=True)
+DEVICE = PathCost(5e-5, 9e-6, 270e9, 1.6e12, 1.4e12, 1e-10, 2e-4, 1e-3, overlaps=True)
 # How much one observation counts, and how far a factor may go.
 _WEIGHT = 0.2
 _LEAST, _MOST = 0.1, 30.0
+# How many times longer than expected a direct write can have been for the books.
+_BELIEVED = 3.0
+_LEAST_CHUNK = 0.5
 # What a stage takes at least, for ratios.
 _SHORTEST_S = 1e-6
 _VERSION = 1
@@ -43,21 +46,24 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A transfer in chunks: seconds until the writer was done, of all gathers, and until the first chunk had room."""
+    """A transfer in chunks: seconds until the writer was done, of all gathers, and from asking for room for the first
+    chunk until it had it."""
 
     took: float
     gather: float
     credit: float
     chunk_bytes: int
     chunks: int
+    depth: int = 4
 
 
 @dataclass(slots=True)
 class _Path:
-    """What was measured, and what transfers say about it: factors of the cost of descriptors, of bytes, of copies, of a
-    credit and of a chunk. `seen`: transfers in chunks; `direct`: others."""
+    """What was measured, and what transfers say about it: factors of the cost of a write, of descriptors, of bytes, of
+    copies, of a credit and of a chunk. `seen`: transfers in chunks; `direct`: others."""
 
     cost: PathCost
+    write: float = 1.0
     post: float = 1.0
     slow: float = 1.0
     copies: float = 1.0
@@ -92,13 +98,14 @@ class CostBook:
         known = self._paths.get(probe.path)
         cost = replace(
             self._start if known is None else known.cost,
-            write_s=max(probe.next, 1e-7),
+            # A bare write was measured; one of a hand-off is put together first, and looked at now and then.
+            write_s=max(probe.next, self._start.write_s),
             post_s=max(probe.per_run, 1e-8),
             rate=rate,
         )
         path = self._paths.setdefault(probe.path, _Path(cost))
         # What chunks have taught is not measured here, and stays.
-        path.cost, path.post, path.slow, path.direct = cost, 1.0, 1.0, 0
+        path.cost, path.write, path.post, path.slow, path.direct = cost, 1.0, 1.0, 1.0, 0
         self._save()
 
     def knows(self, path: str) -> bool:
@@ -113,6 +120,7 @@ class CostBook:
         cost = known.cost
         return replace(
             cost,
+            write_s=cost.write_s * known.write,
             post_s=cost.post_s * known.post,
             rate=cost.rate / known.slow,
             gather_rate=cost.gather_rate / known.copies,
@@ -123,16 +131,18 @@ class CostBook:
         )
 
     def wrote(self, path: str, shape: Shape, took: float) -> None:
-        """A direct write that had the agent for itself took `took` seconds. What it says is shared between bytes and
-        descriptors as the prediction is. The first ones count more, by half at most: were one that lost its processor
-        believed, nothing would be written directly any more that could correct it."""
+        """A direct write that had the agent for itself took `took` seconds. What it says is shared between the write,
+        its bytes and its descriptors as the prediction is: what many small ones say is little about a large one. The
+        first ones count more, by half at most, and none as more than a few times as long: were one that lost its
+        processor believed, nothing would be written directly any more that could correct it."""
         cost, known = self.cost(path), self._known(path)
         predicted = direct_s(cost, shape)
         if predicted <= 0 or took <= 0:
             return
-        share, weight = shape.descriptors * cost.post_s / predicted, max(_WEIGHT, 1 / (2 + known.direct))
-        known.post = _moved(known.post, took / predicted, weight * share)
-        known.slow = _moved(known.slow, took / predicted, weight * (1 - share))
+        ratio, weight = min(took / predicted, _BELIEVED), max(_WEIGHT, 1 / (2 + known.direct)) / predicted
+        known.write = _moved(known.write, ratio, weight * cost.write_s)
+        known.post = _moved(known.post, ratio, weight * shape.descriptors * cost.post_s)
+        known.slow = _moved(known.slow, ratio, weight * shape.nbytes / cost.rate)
         known.direct += 1
         self._learnt(known)
 
@@ -148,9 +158,10 @@ class CostBook:
         known.seen += 1
         known.copies = _moved(known.copies, seen.gather / expected, weight)
         known.credit = _moved(known.credit, max(seen.credit, _SHORTEST_S) / cost.credit_s, weight)
-        rest = seen.took - bounced(self.cost(path), shape, seen.chunk_bytes).writer_s
+        rest = seen.took - bounced(self.cost(path), shape, seen.chunk_bytes, seen.depth).writer_s
         chunk_s = max(cost.chunk_s + rest / seen.chunks, _SHORTEST_S)
-        known.chunk = _moved(known.chunk, chunk_s / cost.chunk_s, weight)
+        # What hides behind slow bytes is there again when they are few.
+        known.chunk = max(_LEAST_CHUNK, _moved(known.chunk, chunk_s / cost.chunk_s, weight))
         self._learnt(known)
 
     def _learnt(self, path: _Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvtransfer.cost.model import ChunkLimits as ChunkLimits
 from kvtransfer.cost.model import best_bounced, direct_s
 
 if TYPE_CHECKING:
@@ -24,20 +25,13 @@ class StagingPolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLimits:
-    """Bytes of the smallest and the largest chunk."""
-
-    smallest: int
-    largest: int
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """`predicted`: seconds until the writer is done, the way it was decided; `direct` and `bounced`: seconds until the
-    cache is there, either way. `why` in a few words."""
+    """`depth`: chunks at once. `predicted`: seconds until the writer is done, the way it was decided; `direct` and
+    `bounced`: seconds until the cache is there, either way. `why` in a few words."""
 
     bounce: bool
     chunk_bytes: int
+    depth: int
     predicted: float
     direct: float
     bounced: float
@@ -46,8 +40,10 @@ class Decision:
 
 def decide(policy: StagingPolicy, cost: PathCost, shape: Shape, limits: ChunkLimits) -> Decision:
     """Raises nothing: every shape has an answer."""
-    direct = direct_s(cost, shape)
-    best = best_bounced(cost, shape, limits.smallest, limits.largest)
+    written = direct_s(cost, shape)
+    # The peer has to hear that it is over: half of what asking for room and being told takes.
+    direct = written + cost.credit_s / 2
+    best = best_bounced(cost, shape, limits)
     match policy:
         case StagingPolicy.COST:
             bounce = best.total_s < direct
@@ -63,5 +59,5 @@ def decide(policy: StagingPolicy, cost: PathCost, shape: Shape, limits: ChunkLim
         case StagingPolicy.ALWAYS | StagingPolicy.NEVER:
             bounce, why = policy is StagingPolicy.ALWAYS, f"transfer.staging_policy = {policy.value}"
     bounce = bounce and shape.nbytes > 0
-    predicted = best.writer_s if bounce else direct
-    return Decision(bounce, best.chunk_bytes, predicted, direct, best.total_s, why)
+    predicted = best.writer_s if bounce else written
+    return Decision(bounce, best.chunk_bytes, best.depth, predicted, direct, best.total_s, why)

@@ -105,6 +105,7 @@ class Link:
     async def _read(self, call: Call, outbox: Outbox) -> None:
         async for response in call:
             self._events.link_envelope(self._peer, outbox, envelope_from_pb(response))
+            await outbox.gets_its_turn()
 
     async def _write(self, call: Call, outbox: Outbox) -> None:
         while await outbox.ready():

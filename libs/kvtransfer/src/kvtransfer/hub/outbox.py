@@ -66,6 +66,11 @@ class Outbox:
             await self._wake.wait()
         return True
 
+    async def gets_its_turn(self) -> None:
+        """For the task that reads the stream, before it asks for the next envelope: answers leave first."""
+        if self._queue:
+            await asyncio.sleep(0)
+
     def take(self, envelope: AnyEnvelope) -> None:
         """Moves messages into an envelope: at most 64 and 1 MiB, but at least one however large."""
         envelope.dst_incarnation = self.dst_incarnation

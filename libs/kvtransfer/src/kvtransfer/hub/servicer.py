@@ -24,6 +24,7 @@ from kvtransfer.wire import (
     fence_request_from_pb,
     instance_info_to_pb,
     peer_view_to_pb,
+    rehearse,
     session_view_to_pb,
 )
 
@@ -50,6 +51,7 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
     def __init__(self, hub: TransferHub) -> None:
         self._hub = hub
         self._numbers = itertools.count(1)
+        rehearse()
 
     async def Connect(self, request_iterator: AsyncIterator[Request], context: Context) -> AsyncIterator[Response]:
         """One generation instance's stream, until either side ends it."""
@@ -76,6 +78,7 @@ class KvTransferServicer(kv_transfer_service_pb2_grpc.KvTransferServiceServicer)
         try:
             async for request in requests:
                 self._hub.stream_envelope(number, envelope_from_pb(request))
+                await outbox.gets_its_turn()
             outbox.end(EndReason.UNNEEDED, "the peer has ended the stream")
         except (ProtocolError, WireError, DecodeError) as error:
             log.warning("stream %d ended, the peer broke the protocol: %s", number, error)

@@ -37,7 +37,7 @@ class LocalWelcome:
     """The hub's answer: the identity of the instance, and what the roles have to know.
 
     `max_held_share`: of the blocks, for finished prefills that wait. `recompute`: what becomes of a prompt whose cache
-    did not come. `probe`, `require_path`: see `transceiver.probing.ProbePolicy`.
+    did not come. `probe`, `require_path`: see `transceiver.probing.ProbePolicy`. `max_peers`: see `BounceSettings`.
     """
 
     here: Holder
@@ -48,3 +48,4 @@ class LocalWelcome:
     recompute: bool = True
     probe: bool = False
     require_path: str = ""
+    max_peers: int = 64

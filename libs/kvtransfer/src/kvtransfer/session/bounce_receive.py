@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtransfer.bounce.credits import Credits
-from kvtransfer.bounce_ports import BounceChunk, ChunkName, ChunkReady, Grant, MeetSource, Scattered, ScatterOrder
+from kvtransfer.bounce_ports import (
+    BounceChunk,
+    ChunkName,
+    ChunkReady,
+    Grant,
+    MeetSource,
+    PrepareScatter,
+    Scattered,
+    ScatterOrder,
+)
 from kvtransfer.errors import ProtocolError
 from kvtransfer.ports import ReceiveOutcome, WriterOutcome
 from kvtransfer.session.actions import Emit, PeerId, ToPeer, ToRank, ToScheduler
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtransfer.messages import KvRequest
-    from kvtransfer.ports import RequestKey, TransferNotice
+    from kvtransfer.ports import RankBlocks, RequestKey, TokenRange, TransferNotice
     from kvtransfer.rank_info import InstanceInfo
 
 log = logging.getLogger(__name__)
@@ -39,6 +48,8 @@ Place = tuple[int, bool]
 class _Written:
     """What one writer has sent."""
 
+    # Window and layer groups that the rank has been told to get ready for.
+    prepared: set[tuple[TokenRange, tuple[int, ...]]] = field(default_factory=set["tuple[TokenRange, tuple[int, ...]]"])
     seen: set[int] = field(default_factory=set[int])
     scattering: set[ChunkName] = field(default_factory=set[ChunkName])
     problem: str = ""
@@ -142,6 +153,7 @@ class BounceReceive:
         elif not arena.knows(name):
             arena.ask(peer, name, ready.nbytes)
             self._give(arena)
+            self._prepare(peer, ready, receive)
 
     def chunk(self, peer: PeerId, chunk: BounceChunk) -> None:
         """A chunk has been written. Nothing happens when its receive is over, or it has come before. Raises
@@ -161,8 +173,8 @@ class BounceReceive:
             raise ProtocolError(f"chunk {name} was written where nothing was granted")
         writer.seen.add(name.seq)
         writer.scattering.add(name)
-        mine = tuple(one for one in receive.request.destinations if one.rank == name.dst_rank)
-        self._emit(ToRank(name.dst_rank, ScatterOrder(*peer, chunk, receive.request.tokens, mine)))
+        order = ScatterOrder(*peer, chunk, receive.request.tokens, _mine(receive.request, name))
+        self._emit(ToRank(name.dst_rank, order))
 
     def scattered(self, rank: int, done: Scattered) -> list[tuple[PeerId, TransferNotice]]:
         """A rank does not need a chunk any more. Returns last words that waited for it: they are to be told again."""
@@ -224,6 +236,17 @@ class BounceReceive:
 
     # --- steps
 
+    def _prepare(self, peer: PeerId, ready: ChunkReady, receive: _Receive) -> None:
+        """The rank plans its copies while the first chunk is on its way."""
+        name, part = ready.name, (ready.window, ready.layer_groups)
+        writer = receive.writer(name)
+        if ready.window is None or part in writer.prepared:
+            return
+        writer.prepared.add((ready.window, ready.layer_groups))
+        request = receive.request
+        order = PrepareScatter(*peer, name, ready.window, ready.layer_groups, request.tokens, _mine(request, name))
+        self._emit(ToRank(name.dst_rank, order))
+
     def _of(self, peer: PeerId, name: ChunkName) -> _Receive | None:
         receive = self._receives.get(name.key)
         mine = receive is not None and (receive.peer, receive.request.receive) == (peer, name.receive)
@@ -273,3 +296,8 @@ class BounceReceive:
         for given in arena.give():
             receive = self._receives[given.ticket.key]
             self._emit(ToPeer(receive.peer, Grant(given.ticket, given.offset, given.nbytes)))
+
+
+def _mine(request: KvRequest, name: ChunkName) -> tuple[RankBlocks, ...]:
+    """The lists of the rank that the chunk is for."""
+    return tuple(one for one in request.destinations if one.rank == name.dst_rank)

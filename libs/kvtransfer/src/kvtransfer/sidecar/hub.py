@@ -84,6 +84,7 @@ class Sidecar:
                 settings.transfer.on_failure is OnFailure.RECOMPUTE,
                 settings.probe,
                 settings.require_path,
+                settings.transfer.max_peers,
             ),
             on_transfer=self._from_scheduler,
             on_rank=self._from_rank,

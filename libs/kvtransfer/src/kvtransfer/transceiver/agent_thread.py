@@ -18,7 +18,7 @@ from isthmus_core.framing import FrameError, FrameSocket
 from kvtransfer.errors import AgentError
 from kvtransfer.ports import HubToRank, RankToHub
 from kvtransfer.transceiver.rank import RankTransceiver
-from kvtransfer.wire import rank_input_from_bytes, rank_output_to_bytes
+from kvtransfer.wire import rank_input_from_bytes, rank_output_to_bytes, rehearse
 
 if TYPE_CHECKING:
     from kvtransfer.agents.base import Agent
@@ -130,6 +130,7 @@ class AgentThread:
             bouncing=self._bouncing,
             layers=self._layers,
         )
+        rehearse()
         transceiver.start()
         self._flush()
         self._info = transceiver.info

@@ -24,7 +24,7 @@ from kvtransfer.transceiver.bounced_write import BouncedWrite, Route
 from kvtransfer.transceiver.layer_progress import ALL_LAYERS, LayerProgress
 from kvtransfer.transceiver.layered_write import LayeredWrite, layer_slices
 from kvtransfer.transceiver.orders import begins, block_lists, chunk_of
-from kvtransfer.transceiver.parts import equal_parts, layered_parts
+from kvtransfer.transceiver.parts import layered_parts, tapered_parts
 from kvtransfer.transceiver.pieced_write import PiecedWrite
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Chosen:
     """A write that is ready to begin. `predicted`: seconds until it is over. `shape` of what goes one way; None when
-    some goes either way, or the model is waited for: nothing is learnt then. `chunk_bytes`: 0 when nothing goes
-    through chunks."""
+    some goes either way, or the model is waited for: nothing is learnt then. `chunks`: bytes of one and how many at
+    once, 0 when nothing goes through chunks."""
 
     write: PiecedWrite | BouncedWrite | LayeredWrite
     nbytes: int
@@ -54,7 +54,7 @@ class Chosen:
     predicted: float
     why: str
     shape: Shape | None
-    chunk_bytes: int = 0
+    chunks: tuple[int, int] = (0, 0)
 
     def learn(self, book: CostBook, took: float) -> None:
         """It had the agent for itself, and was over after `took` seconds."""
@@ -62,7 +62,8 @@ class Chosen:
             return
         if isinstance(self.write, BouncedWrite):
             stages = self.write.stages
-            seen = Staged(took, stages.gather, stages.first, self.chunk_bytes, self.write.chunks)
+            size, depth = self.chunks
+            seen = Staged(took, stages.gather, stages.first, size, self.write.chunks, depth)
             book.staged(self.path, self.shape, seen)
         else:
             book.wrote(self.path, self.shape, took)
@@ -93,7 +94,6 @@ class Chooser:
     ) -> None:
         self._agent, self._rank, self._piece_bytes, self._bouncing = agent, rank, piece_bytes, bouncing
         self._clock, self._layers = clock, layers or LayerProgress()
-        self._singles: WeakKeyDictionary[PeerPlan, tuple[PeerPlan, ...]] = WeakKeyDictionary()
         self._sliced: WeakKeyDictionary[PeerPlan, tuple[tuple[int, PeerPlan], ...]] = WeakKeyDictionary()
 
     def choose(self, order: WriteOrder, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> Chosen:
@@ -104,37 +104,35 @@ class Chooser:
         return chosen
 
     def _choose(self, order: WriteOrder, plan: PeerPlan, remote: RankInfo, *, may_bounce: bool) -> Chosen:
-        src, dst = block_lists(order.sources, self._rank), block_lists(order.destinations, plan.dst_rank)
-        held, wanted = begins(order.sources, self._rank), begins(order.destinations, plan.dst_rank)
+        lists = block_lists(order.sources, self._rank), block_lists(order.destinations, plan.dst_rank)
+        firsts = begins(order.sources, self._rank), begins(order.destinations, plan.dst_rank)
         chunk = chunk_of(order)
-
-        def resolve(part: PeerPlan) -> Transfer:
-            return part.resolve(src, dst, chunk, src_begins=held, dst_begins=wanted)
-
-        whole, path = resolve(plan), self._agent.path(remote.agent.name)
-        blocks = sum(int((ids >= 0).sum()) for ids in dst.values())
-        parts, bounces = [(plan, whole)], list[tuple[PeerPlan, "Transfer"]]()
+        located = plan.locate(*lists, chunk, *firsts)
+        whole, path = plan.moves(located), self._agent.path(remote.agent.name)
+        blocks = sum(int((ids >= 0).sum()) for ids in lists[1].values())
         arenas, why = self._arenas(plan, remote, may_bounce=may_bounce)
         if arenas is not None and whole.nbytes:
-            if len(plan.groups) > 1:
-                parts = [(one, resolve(one)) for one in self._one_by_one(plan)]
-            decided = [self._decide(path, [one], blocks, arenas) for _, one in parts]
-            bounces = [one for one, how in zip(parts, decided, strict=True) if how.bounce]
+            parts = [whole] if len(located) == 1 else [plan.moves([one]) for one in located]
+            decided = [self._decide(path, [one], blocks, arenas) for one in parts]
+            bounces = [one for one, how in zip(located, decided, strict=True) if how.bounce]
             why = decided[0].why
-        if arenas is not None and bounces:
-            groups = frozenset(one.groups[0].dst.number for one, _ in bounces)
-            packed = packing.pack_source(plan, src, dst, chunk, src_begins=held, dst_begins=wanted, groups=groups)
-            why = "tokens are not made of whole bytes"
-            if self._bouncing.policy.copier.can(packed):
-                beside = [part for one, part in parts if one.groups[0].dst.number not in groups]
-                moved = [part for _, part in bounces]
-                decision = self._decide(path, moved, blocks, arenas)
+            packed = packing.pack_located(bounces, reads=True) if bounces else None
+            if packed is not None and self._bouncing.policy.copier.can(packed):
+                beside = [part for part, how in zip(parts, decided, strict=True) if not how.bounce]
+                moved = [part for part, how in zip(parts, decided, strict=True) if how.bounce]
+                decision = decided[0] if len(moved) == len(decided) == 1 else self._decide(path, moved, blocks, arenas)
+                groups = tuple(group.dst.number for group, _ in bounces)
                 return self._bounced(order, remote, path, arenas, packed, moved, beside, decision, groups)
+            if packed is not None:
+                why = "tokens are not made of whole bytes"
         if whole.nbytes and (across := _across(plan, remote)):
             log.warning("a write %s goes no fast way: %s", across, why)
         if order.step and not self._layers.reached(order.step, ALL_LAYERS):
-            parts = [(end, resolve(part)) for end, part in self._slices(plan)]
-            return self._layered(order, remote, path, parts, why)
+            slices = [
+                (end, part.resolve(*lists, chunk, src_begins=firsts[0], dst_begins=firsts[1]))
+                for end, part in self._slices(plan)
+            ]
+            return self._layered(order, remote, path, slices, why)
         return self._direct(remote, path, whole, blocks, why)
 
     def _layered(
@@ -183,7 +181,7 @@ class Chooser:
         moved: list[Transfer],
         beside: list[Transfer],
         decision: Decision,
-        groups: frozenset[int],
+        groups: tuple[int, ...],
     ) -> Chosen:
         bouncing, policy = self._bouncing, self._bouncing.policy
         peer = (order.instance_id, order.incarnation)
@@ -199,33 +197,33 @@ class Chooser:
             arenas.send.base_address,
             arenas.receive.base_address,
             window,
-            tuple(sorted(groups)),
+            groups,
             arenas.host,
         )
         waits = not self._layers.reached(order.step, ALL_LAYERS)
         size = decision.chunk_bytes
-        parts = layered_parts(packed, size) if waits else equal_parts(packed.nbytes, size)
+        parts = layered_parts(packed, size) if waits else tapered_parts(packed.nbytes, size)
         write = BouncedWrite(
             self._agent,
             policy.copier,
             packed,
             route,
             parts,
-            policy.depth,
-            ask_room=partial(bouncing.ask_room, arenas.send.base_address, peer),
-            free_room=bouncing.free_room,
+            decision.depth,
+            say=partial(bouncing.say, peer),
+            room=bouncing.room(arenas.send.base_address, peer),
             number=bouncing.number,
             clock=self._clock,
             direct=direct,
             reached=partial(self._layers.reached, order.step),
         )
-        write.speak(bouncing.say(peer, write))
         why = f"{'layer by layer, ' if waits else ''}bounced: {decision.why}"
         count = len(parts) + len(pairs)
         fragments = sum(one.fragments for one in moved)
         shape = None if direct is not None or waits else Shape(packed.nbytes, fragments, fragments, 0)
         nbytes, predicted = packed.nbytes + pairs.nbytes, 0.0 if waits else decision.predicted
-        return Chosen(write, nbytes, count, packed.nbytes, path, predicted, why, shape, decision.chunk_bytes)
+        how = (size, decision.depth)
+        return Chosen(write, nbytes, count, packed.nbytes, path, predicted, why, shape, how)
 
     def _decide(self, path: str, parts: list[Transfer], blocks: int, arenas: Arenas) -> Decision:
         policy = self._bouncing.policy
@@ -242,13 +240,6 @@ class Chooser:
         if slices is None:
             slices = self._sliced[plan] = layer_slices(plan)
         return slices
-
-    def _one_by_one(self, plan: PeerPlan) -> tuple[PeerPlan, ...]:
-        """The plan's layer groups as plans of their own."""
-        singles = self._singles.get(plan)
-        if singles is None:
-            singles = self._singles[plan] = tuple(replace(plan, groups=(group,)) for group in plan.groups)
-        return singles
 
 
 def _across(plan: PeerPlan, remote: RankInfo) -> str:

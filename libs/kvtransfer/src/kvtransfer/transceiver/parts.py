@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtransfer.cost.model import cut
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -30,8 +32,15 @@ class Part:
 
 
 def equal_parts(nbytes: int, chunk_bytes: int) -> list[Part]:
-    """Of a source that is there: chunks in order, none larger than `chunk_bytes`."""
+    """Chunks in order, none larger than `chunk_bytes`."""
     return [Part(begin, min(begin + chunk_bytes, nbytes)) for begin in range(0, nbytes, chunk_bytes)]
+
+
+def tapered_parts(nbytes: int, chunk_bytes: int) -> list[Part]:
+    """Of a source that is there: chunks in order, the first and the last smaller, as the cost model has them."""
+    edge, _ = cut(nbytes, chunk_bytes)
+    middle = [Part(edge + one.begin, edge + one.end) for one in equal_parts(nbytes - 2 * edge, chunk_bytes)]
+    return [Part(0, edge), *middle, Part(nbytes - edge, nbytes)] if edge else middle
 
 
 def layered_parts(packed: Packed, chunk_bytes: int, most: int = SLICES) -> list[Part]:

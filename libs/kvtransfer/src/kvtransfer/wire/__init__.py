@@ -57,6 +57,7 @@ from kvtransfer.wire.rank import (
     rank_output_from_bytes,
     rank_output_to_bytes,
 )
+from kvtransfer.wire.rehearsal import rehearse
 from kvtransfer.wire.scheduler import (
     cancel_transfer_from_pb,
     cancel_transfer_to_pb,
@@ -121,6 +122,7 @@ __all__ = [
     "receive_outcome_to_pb",
     "receive_request_from_pb",
     "receive_request_to_pb",
+    "rehearse",
     "send_first_tokens_from_pb",
     "send_first_tokens_to_pb",
     "send_offer_from_pb",

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 MAX_BLOCK_IDS = 1 << 22
 MAX_BLOCK_LISTS = 1 << 12
 
-_I32 = np.dtype("<i4")
+I32 = np.dtype("<i4")
 _COLUMNS = 4
-_PLACE = Struct("<4I")
+PLACE = Struct("<4I")
 
 
 def write_block_lists(lists: Iterable[RankBlocks], into: transfer_blocks_pb2.BlockLists) -> None:
     """Fills a field of a message; it is there afterwards, also when there is no list."""
     lists = tuple(lists)
     if len(lists) == 1:
-        _write_one(lists[0], into)
+        write_one_list(lists[0], into)
         return
     into.SetInParent()
     if not lists:
@@ -44,18 +44,18 @@ def write_block_lists(lists: Iterable[RankBlocks], into: transfer_blocks_pb2.Blo
     lengths = [len(one) for one in ids]
     into.count = len(lists)
     into.le_uint32 = joined_columns("I", (ranks, groups, begins, lengths))
-    into.le_int32 = np.concatenate(ids).astype(_I32, copy=False).tobytes()
+    into.le_int32 = np.concatenate(ids).astype(I32, copy=False).tobytes()
 
 
-def _write_one(one: RankBlocks, into: transfer_blocks_pb2.BlockLists) -> None:
-    """All that a group of one rank ever asks for: a third of the cost of columns."""
+def write_one_list(one: RankBlocks, into: transfer_blocks_pb2.BlockLists) -> None:
+    """All that a group of one rank ever asks for: a third of the cost of columns. Into a field of a message."""
     rank, group, ids, begin = one
     into.count = 1
     try:
-        into.le_uint32 = _PLACE.pack(rank, group, begin, len(ids))
+        into.le_uint32 = PLACE.pack(rank, group, begin, len(ids))
     except StructError as error:
         raise ValueError(f"the place of a block list, {(rank, group, begin)}, does not fit: {error}") from error
-    into.le_int32 = (ids if ids.dtype is _I32 else ids.astype(_I32, copy=False)).tobytes()
+    into.le_int32 = (ids if ids.dtype is I32 else ids.astype(I32, copy=False)).tobytes()
 
 
 def block_lists_to_pb(lists: Iterable[RankBlocks]) -> transfer_blocks_pb2.BlockLists:
@@ -69,10 +69,10 @@ def block_lists_from_pb(pb: transfer_blocks_pb2.BlockLists, field: str) -> tuple
     """All lists of one message. Raises WireError on lengths that do not fit, too many ids, or a (rank, group) named
     twice."""
     count, data, places = pb.count, pb.le_int32, pb.le_uint32
-    if count == 1 and len(places) == _PLACE.size and len(data) <= MAX_BLOCK_IDS * 4:
-        rank, group, begin, length = _PLACE.unpack(places)
+    if count == 1 and len(places) == PLACE.size and len(data) <= MAX_BLOCK_IDS * 4:
+        rank, group, begin, length = PLACE.unpack(places)
         if length * 4 == len(data):
-            return (RankBlocks(rank, group, np.frombuffer(data, _I32), begin),)
+            return (RankBlocks(rank, group, np.frombuffer(data, I32), begin),)
     if count > MAX_BLOCK_LISTS:
         raise WireError(f"{field}.count", f"{count} lists, at most {MAX_BLOCK_LISTS} are accepted")
     if len(data) > MAX_BLOCK_IDS * 4:
@@ -82,7 +82,7 @@ def block_lists_from_pb(pb: transfer_blocks_pb2.BlockLists, field: str) -> tuple
         raise WireError(f"{field}.le_int32", f"{len(data)} bytes, {sum(lengths)} ids of 4 bytes were announced")
     if not count:
         return ()
-    ids = np.frombuffer(data, _I32)
+    ids = np.frombuffer(data, I32)
     if len(set(zip(ranks, groups, strict=True))) != count:
         raise WireError(field, "names a (rank, layer group) twice")
     if is_same(lengths):

@@ -13,6 +13,7 @@ from kvtransfer.bounce_ports import (
     Grant,
     MeetSource,
     PeerWord,
+    PrepareScatter,
     Scattered,
     ScatterOrder,
 )
@@ -52,7 +53,9 @@ def chunk_ready_from_pb(pb: transfer_bounce_pb2.ChunkReady, field: str = "chunk_
     """Raises WireError naming the field."""
     if not 0 < pb.bytes <= MAX_BYTES:
         raise WireError(f"{field}.bytes", f"{pb.bytes}: a chunk has bytes, at most {MAX_BYTES}")
-    return ChunkReady(_name_from_pb(pb, field), pb.bytes, pb.host)
+    limited(pb.layer_groups, MAX_GROUPS, f"{field}.layer_groups")
+    window = tokens_from_pb(pb.window, f"{field}.window") if pb.HasField("window") else None
+    return ChunkReady(_name_from_pb(pb, field), pb.bytes, pb.host, window, tuple(pb.layer_groups))
 
 
 def grant_to_pb(grant: Grant) -> transfer_bounce_pb2.Grant:
@@ -136,6 +139,35 @@ def meet_source_from_pb(pb: transfer_bounce_ipc_pb2.MeetSource) -> MeetSource:
     return MeetSource(instance_info_from_pb(pb.peer, "meet_source.peer"), own)
 
 
+def prepare_scatter_to_pb(prepare: PrepareScatter) -> transfer_bounce_ipc_pb2.PrepareScatter:
+    """Hub to rank."""
+    return transfer_bounce_ipc_pb2.PrepareScatter(
+        instance_id=prepare.instance_id,
+        incarnation=prepare.incarnation,
+        name=_name_to_pb(prepare.name),
+        window=tokens_to_pb(prepare.window),
+        layer_groups=prepare.layer_groups,
+        tokens=tokens_to_pb(prepare.tokens),
+        destinations=block_lists_to_pb(prepare.destinations),
+    )
+
+
+def prepare_scatter_from_pb(pb: transfer_bounce_ipc_pb2.PrepareScatter) -> PrepareScatter:
+    """Raises WireError naming the field."""
+    for field in ("window", "tokens"):
+        present(pb, field, "prepare_scatter")
+    limited(pb.layer_groups, MAX_GROUPS, "prepare_scatter.layer_groups")
+    return PrepareScatter(
+        text(pb.instance_id, "prepare_scatter.instance_id", MAX_NAME),
+        incarnation(pb.incarnation, "prepare_scatter"),
+        _name_from_pb(pb, "prepare_scatter"),
+        tokens_from_pb(pb.window, "prepare_scatter.window"),
+        tuple(pb.layer_groups),
+        tokens_from_pb(pb.tokens, "prepare_scatter.tokens"),
+        block_lists_from_pb(pb.destinations, "prepare_scatter.destinations"),
+    )
+
+
 def scatter_order_to_pb(order: ScatterOrder) -> transfer_bounce_ipc_pb2.ScatterOrder:
     """Hub to rank."""
     return transfer_bounce_ipc_pb2.ScatterOrder(
@@ -182,7 +214,14 @@ READERS = cast(
 
 
 def _ready_to_pb(ready: ChunkReady) -> transfer_bounce_pb2.ChunkReady:
-    return transfer_bounce_pb2.ChunkReady(name=_name_to_pb(ready.name), bytes=ready.nbytes, host=ready.host)
+    window = None if ready.window is None else tokens_to_pb(ready.window)
+    return transfer_bounce_pb2.ChunkReady(
+        name=_name_to_pb(ready.name),
+        bytes=ready.nbytes,
+        host=ready.host,
+        window=window,
+        layer_groups=ready.layer_groups,
+    )
 
 
 def _name_to_pb(name: ChunkName) -> transfer_bounce_pb2.ChunkName:
@@ -195,6 +234,7 @@ def _name_from_pb(
     pb: transfer_bounce_pb2.ChunkReady
     | transfer_bounce_pb2.Grant
     | transfer_bounce_pb2.BounceChunk
+    | transfer_bounce_ipc_pb2.PrepareScatter
     | transfer_bounce_ipc_pb2.Scattered,
     field: str,
 ) -> ChunkName:

@@ -33,11 +33,16 @@ def key_to_pb(key: RequestKey) -> common_pb2.RequestKey:
     return pb
 
 
+def local_id(request_id: int) -> ValueError:
+    """What is raised for an id that is not to leave its worker."""
+    return ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
+
+
 def write_key(key: RequestKey, pb: common_pb2.RequestKey) -> None:
     """Into a field of a message. Raises ValueError for a local id."""
     request_id, attempt = key
     if not MIN_REQUEST_ID <= request_id < MAX_REQUEST_ID:
-        raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
+        raise local_id(request_id)
     pb.request_id, pb.attempt = request_id, attempt
 
 

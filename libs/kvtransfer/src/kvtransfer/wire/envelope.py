@@ -42,6 +42,10 @@ def envelope_to_response(envelope: Envelope) -> kv_transfer_service_pb2.ConnectR
 def take_messages(queue: deque[PeerBody], into: AnyEnvelope, most: int, nbytes: int) -> int:
     """Moves bodies from the head of a queue into an envelope: at most `most`, at most `nbytes` bytes, but at least one
     message. Notices that follow each other are one message. Returns how many bodies were taken."""
+    if len(queue) == 1:
+        write_peer_message(queue[0], into.messages.add())
+        queue.clear()
+        return 1
     taken = size = 0
     while queue and taken < most:
         message = into.messages.add()

@@ -85,6 +85,7 @@ def local_welcome_to_bytes(welcome: LocalWelcome) -> bytes:
         recompute=welcome.recompute,
         probe=welcome.probe,
         require_path=welcome.require_path,
+        max_peers=welcome.max_peers,
     ).SerializeToString()
 
 
@@ -93,6 +94,8 @@ def local_welcome_from_bytes(data: bytes) -> LocalWelcome | str:
     pb = parse(transfer_local_pb2.LocalWelcome, data, "local_welcome")
     if pb.refused:
         return text(pb.refused, "local_welcome.refused")
+    if not pb.max_peers:
+        raise WireError("local_welcome.max_peers", "0; the hub is of an older release, use one release")
     return LocalWelcome(
         Holder(
             text(pb.endpoint, "local_welcome.endpoint", MAX_NAME),
@@ -106,6 +109,7 @@ def local_welcome_from_bytes(data: bytes) -> LocalWelcome | str:
         pb.recompute,
         pb.probe,
         text(pb.require_path, "local_welcome.require_path", MAX_NAME),
+        pb.max_peers,
     )
 
 

@@ -22,6 +22,7 @@ from kvtransfer.errors import WireError
 from kvtransfer.ports import Extent, RequestKey, TokenRange, TransferNotice, TransferStats, WriterOutcome
 from kvtransfer.wire._columns import columns_from_bytes, is_same, joined_columns, mapped, named_rows
 from kvtransfer.wire._read import MAX_REASON_SENT, MAX_TEXT, limited, text
+from kvtransfer.wire.common import local_id
 from kvtransfer.wire.stages import MAX_SECONDS, read_stages, write_stages
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def write_notices(notices: Sequence[TransferNotice], into: transfer_pb2.Transfer
     local request id (those never travel) and for a negative number."""
     count = len(notices)
     if count == 1:
-        _write_one(notices[0], into)
+        write_notice(notices[0], into)
         return
     into.SetInParent()
     if not count:
@@ -122,12 +123,12 @@ def notices_from_pb(pb: transfer_pb2.TransferNotices, field: str = "transfer_not
     return tuple(named_rows(TransferNotice, notices))
 
 
-def _write_one(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> None:
-    """All that an instance of one rank ever says: a third of the cost of columns."""
+def write_notice(notice: TransferNotice, into: transfer_pb2.TransferNotices) -> None:
+    """All that an instance of one rank ever says: a third of the cost of columns. As `write_notices`."""
     (request_id, attempt), src, dst, outcome, extents, reason, stats, not_held, receive, chunks = notice
     size, descriptors, path, queue, plan, post, wire, bounced, predicted, credit, gather, scatter, way = stats
     if not MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID:
-        raise ValueError(f"request id {request_id} is not in [2^40, 2^63): local ids never travel")
+        raise local_id(request_id)
     if queue < 0 or plan < 0 or post < 0 or wire < 0 or predicted < 0:
         raise ValueError(f"a duration of {stats} is negative")
     count, named = len(extents), 0
@@ -169,13 +170,13 @@ def _read_one(pb: transfer_pb2.TransferNotices) -> TransferNotice | None:
         return None
     places = (_extent(*_SIX_SMALL.unpack(data)),) if extents == 1 else _read_few(data, extents)
     outcome = _OUTCOMES.get(number)
-    texts = ("", *pb.texts)
+    texts = pb.texts if path or reason else ()
     fits = queue >= 0 and plan >= 0 and post >= 0 and wire >= 0 and predicted >= 0
     fits = fits and queue + plan + post + wire + predicted < MAX_SECONDS and MIN_GLOBAL_ID <= request_id < MAX_GLOBAL_ID
     count = len(texts)
-    if not fits or outcome is None or None in places or not_held or path >= count or reason >= count:
+    if not fits or outcome is None or None in places or not_held or path > count or reason > count:
         return None
-    named, why = texts[path], texts[reason]
+    named, why = texts[path - 1] if path else "", texts[reason - 1] if reason else ""
     if len(named) > MAX_TEXT or len(why) > MAX_TEXT:
         return None
     stats = TransferStats(size, descriptors, named, queue, plan, post, wire, bounced, predicted)

@@ -50,7 +50,7 @@ from kvtransfer.wire.common import (
 )
 from kvtransfer.wire.geometry import MAX_DIGEST, instance_info_from_pb, instance_info_to_pb
 from kvtransfer.wire.kv_request import kv_request_from_pb, write_kv_request
-from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notices
+from kvtransfer.wire.notices import notices_from_pb, notices_to_pb, write_notice
 from kvtransfer.wire.page_tables import MAX_NAME
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def write_peer_message(body: PeerBody, into: transfer_pb2.PeerMessage) -> None:
         case KvRequest():
             write_kv_request(body, into.kv_request)
         case TransferNotice():
-            write_notices((body,), into.transfer_notices)
+            write_notice(body, into.transfer_notices)
         case _:
             into.CopyFrom(peer_message_to_pb(body))
 

@@ -17,6 +17,7 @@ from kvtransfer.ports import (
     MeetSource,
     PeerLoaded,
     PeerWord,
+    PrepareScatter,
     RankReady,
     RankToHub,
     Scattered,
@@ -34,6 +35,8 @@ from kvtransfer.wire.bounce import (
     meet_source_to_pb,
     peer_word_from_pb,
     peer_word_to_pb,
+    prepare_scatter_from_pb,
+    prepare_scatter_to_pb,
     scatter_order_from_pb,
     scatter_order_to_pb,
     scattered_from_pb,
@@ -70,7 +73,7 @@ from kvtransfer.wire.tools import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_Rare = LoadPeer | ForgetPeer | CancelWrite | ProbePeer | Grant | MeetSource | ScatterOrder
+_Rare = LoadPeer | ForgetPeer | CancelWrite | ProbePeer | Grant | MeetSource | PrepareScatter | ScatterOrder
 
 MAX_BATCH = 1 << 16
 
@@ -120,6 +123,8 @@ def _command_to_pb(command: _Rare) -> transfer_ipc_pb2.RankCommand:
             return transfer_ipc_pb2.RankCommand(grant=grant_to_pb(command))
         case MeetSource():
             return transfer_ipc_pb2.RankCommand(meet_source=meet_source_to_pb(command))
+        case PrepareScatter():
+            return transfer_ipc_pb2.RankCommand(prepare_scatter=prepare_scatter_to_pb(command))
         case ScatterOrder():
             return transfer_ipc_pb2.RankCommand(scatter=scatter_order_to_pb(command))
 
@@ -155,6 +160,8 @@ def _command_from_pb(pb: transfer_ipc_pb2.RankCommand) -> HubToRank:
             return grant_from_pb(pb.grant)
         case "meet_source":
             return meet_source_from_pb(pb.meet_source)
+        case "prepare_scatter":
+            return prepare_scatter_from_pb(pb.prepare_scatter)
         case "scatter":
             return scatter_order_from_pb(pb.scatter)
         case _:

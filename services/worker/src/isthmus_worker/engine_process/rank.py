@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from isthmus_core.errors import ConfigError, StartError
 from isthmus_core.process import leave
-from isthmus_worker.engine_process.bouncing import bounce_policy
+from isthmus_worker.engine_process.bouncing import bounce_settings
 from isthmus_worker.parallel.shard import topology_of
 from kvtransfer.agents import make_agent
 from kvtransfer.errors import AgentUnknown, ArenaError, KVTransferError
-from kvtransfer.page_table import MemoryKind, RegisteredRegion
 from kvtransfer.transceiver.agent_thread import AgentThread
-from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
+from kvtransfer.transceiver.rank_memory import bounce_policy, probe_policy
 
 if TYPE_CHECKING:
     from isthmus_core.config import IsthmusConfig
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 
 # Exit code when the transfer agent has failed while serving.
 AGENT_FAILED = 4
-
-
-def device_scratch(device_id: int) -> tuple[RegisteredRegion, object]:
-    """Scratch memory on a CUDA device, and the tensor that keeps it."""
-    import torch  # the mock engine runs without it
-
-    tensor = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=f"cuda:{device_id}")
-    torch.cuda.synchronize(device_id)
-    return RegisteredRegion(tensor.data_ptr(), SCRATCH_BYTES, MemoryKind.VRAM, device_id), tensor
 
 
 class RankRole:
@@ -53,11 +43,15 @@ class RankRole:
         backend = config.transfer.backend
         if backend is None:
             raise ConfigError(f"worker.role = {config.worker.role} needs transfer.backend, for example nixl")
-        label = config.worker.instance_id or config.worker.role
+        label, transfer = config.worker.instance_id or config.worker.role, config.transfer
+        sends, receives = config.worker.role != "generation", config.worker.role != "context"
+        require_path, cache = transfer.require_path or "", page_table.regions[0]
         try:
-            policy, self._arenas = bounce_policy(config, page_table.regions[0])
+            bouncing, arenas = bounce_policy(bounce_settings(config), cache, sends=sends, receives=receives)
+            probing, scratch = probe_policy(cache, on_connect=transfer.probe_on_connect, require_path=require_path)
         except ArenaError as error:
             raise ConfigError(str(error)) from error
+        self._kept = (*arenas, *scratch)
         self._serving = threading.Event()
         self._thread = AgentThread(
             socket.socket(fileno=fd),
@@ -66,8 +60,8 @@ class RankRole:
             rank,
             topology_of(config.parallel, rank),
             on_exit=self._ended,
-            probing=self._probing(config, page_table),
-            bouncing=policy,
+            probing=probing,
+            bouncing=bouncing,
             layers=layers,
         )
         try:
@@ -79,18 +73,6 @@ class RankRole:
             raise ConfigError(f"transfer.backend = {backend}: {error}") from error
         except KVTransferError as error:
             raise StartError(f"transfer.backend = {backend}: {error}") from error
-
-    def _probing(self, config: IsthmusConfig, page_table: PageTable) -> ProbePolicy:
-        """Scratch memory of the kind the cache lies in, so that a measurement takes the way of the cache; beside a
-        device also on the host, the way to peers whose cache lies there."""
-        transfer, cache = config.transfer, page_table.regions[0]
-        made: list[tuple[RegisteredRegion, object]] = [host_scratch()]
-        if cache.memory_kind is MemoryKind.VRAM:
-            made.insert(0, device_scratch(cache.device_id))
-        self._scratch = made
-        regions = [one[0] for one in made]
-        on_host = regions[1] if len(regions) > 1 else None
-        return ProbePolicy(regions[0], transfer.probe_on_connect, transfer.require_path or "", on_host)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread. Writes that are open then end with the process."""

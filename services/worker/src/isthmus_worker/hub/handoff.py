@@ -118,9 +118,12 @@ def start_handoff(
     """A transfer hub between the engine process, which is ready, and the instance's peers."""
     watched = telemetry.transfers
 
+    loop = asyncio.get_running_loop()
+
     def deliver(message: HubToScheduler) -> None:
-        watched.to_scheduler(message)
         engine.deliver(message)
+        # After what the engine and the peers wait for.
+        loop.call_soon(watched.to_scheduler, message)
 
     def paired(pair: PairStatus) -> None:
         watched.pair(pair)

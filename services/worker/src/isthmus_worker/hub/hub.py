@@ -15,6 +15,7 @@ from isthmus_core.config import IsthmusConfig
 from isthmus_core.ids import new_incarnation
 from isthmus_core.instance_lock import InstanceLock, acquire
 from isthmus_core.logs import setup_logging
+from isthmus_core.process import settle_heap
 from isthmus_core.rpc import RpcServer
 from isthmus_worker.engine import EngineDescription, EngineLoad
 from isthmus_worker.hub.late_service import LateService
@@ -94,6 +95,7 @@ class Hub:
         description = await engine.start()
         self._start_handoff(here, engine, description, self._lock, telemetry)
         self._servicer.serve(Serving(engine, here, self._load, telemetry.legs))
+        settle_heap()
         await self._register(here, description)
         logger.info("serving %s as %s at %s (%s)", settings.model, settings.role_name, here.endpoint, description.name)
 

@@ -63,5 +63,6 @@ def make_engine(
             transfer.on_failure is OnFailure.RECOMPUTE,
             config.transfer.probe_on_connect and config.worker.role == "context",
             config.transfer.require_path or "",
+            transfer.max_peers,
         )
     return VllmEngine(launch, here.instance_id, welcome, **callbacks)

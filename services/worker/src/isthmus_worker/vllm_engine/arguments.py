@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from isthmus_core.errors import ConfigError
+from isthmus_worker.engine_process.bouncing import bounce_settings
 from isthmus_worker.vllm_engine.adapters import adapter_arguments
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def set_elsewhere(name: str) -> str | None:
 def engine_arguments(config: IsthmusConfig, identity: ModelIdentity, events_endpoint: str) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs: `engine.vllm` untouched, and what the worker itself decides.
 
-    Raises ConfigError when engine.vllm sets something of the latter.
+    Raises ConfigError when engine.vllm sets something of the latter, or an arena is too small.
     """
     given = config.engine.vllm
     if config.model.path is None:
@@ -68,7 +69,8 @@ def engine_arguments(config: IsthmusConfig, identity: ModelIdentity, events_endp
                 "fingerprint": {
                     "weights": identity.weights_digest.hex(),
                     "attention": identity.attention_digest.hex(),
-                }
+                },
+                **bounce_settings(config).words,
             },
         }
     return arguments

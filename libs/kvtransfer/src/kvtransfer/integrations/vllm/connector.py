@@ -5,7 +5,8 @@
                            "kv_role": "kv_producer"}'
 
 The processes of vLLM reach the hub of their host at the socket that `hub` of kv_connector_extra_config names, or the
-environment variable ISTHMUS_KV_HUB, which `python -m kvtransfer.sidecar` sets.
+environment variable ISTHMUS_KV_HUB, which `python -m kvtransfer.sidecar` sets. Its other keys: `repack`, `fingerprint`
+and those of `BounceSettings`.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -28,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
+from kvtransfer.bounce.settings import BounceSettings
 from kvtransfer.config import OnFailure
 from kvtransfer.integrations.vllm.block_lists import rank_groups
 from kvtransfer.integrations.vllm.cache_groups import Place
@@ -107,7 +109,7 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler(vllm_config, kv_cache_config, extra.get("fingerprint"), packs=packs)
         else:
-            self._open_worker(vllm_config, packs)
+            self._open_worker(vllm_config, extra, packs=packs)
 
     def _open_scheduler(
         self, config: VllmConfig, caches: KVCacheConfig, digests: dict[str, str] | None, *, packs: bool
@@ -148,7 +150,7 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._link.start()
 
-    def _open_worker(self, config: VllmConfig, packs: bool) -> None:
+    def _open_worker(self, config: VllmConfig, extra: dict[str, Any], *, packs: bool) -> None:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         parallel, tp, pp = config.parallel_config, get_tp_group(), get_pp_group()
@@ -159,8 +161,9 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
             tp_rank=tp.rank_in_group,
         )
         connection = connect(self._hub, LocalHello(parallel.world_size, topology.flat_rank))
+        chunks = BounceSettings.from_words(extra, connection.welcome.max_peers, "kv_connector_extra_config")
         place = Place(topology.tp_rank, topology.tp_size, config.model_config.get_total_num_kv_heads())
-        self._worker = ConnectorWorker(connection, topology, place, packs=packs)
+        self._worker = ConnectorWorker(connection, topology, place, chunks, packs=packs)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

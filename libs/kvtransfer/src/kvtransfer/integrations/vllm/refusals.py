@@ -62,5 +62,7 @@ def check_configuration(config: Any) -> None:
         for name, remedy in ones
         if (value := getattr(parallel, name)) != 1
     ]
+    if config.model_config.enable_sleep_mode:
+        problems.append("enable_sleep_mode = True: a peer may write at any time, so the cache stays; leave it out")
     if problems:
         raise EngineUnsupported("; ".join(problems))

@@ -19,11 +19,13 @@ from kvtransfer.errors import GeometryError
 from kvtransfer.integrations.vllm.cache_groups import Place, SourcedGroup, cache_groups
 from kvtransfer.integrations.vllm.page_tables import AttentionLayers, Described, StateLayers, describe
 from kvtransfer.integrations.vllm.repack import Packed
-from kvtransfer.page_table import MemoryKind, RegisteredRegion
+from kvtransfer.page_table import MemoryKind
+from kvtransfer.rank_info import InstanceRole
 from kvtransfer.transceiver.agent_thread import AgentThread
-from kvtransfer.transceiver.probing import SCRATCH_BYTES, ProbePolicy, host_scratch
+from kvtransfer.transceiver.rank_memory import bounce_policy, probe_policy
 
 if TYPE_CHECKING:
+    from kvtransfer.bounce.settings import BounceSettings
     from kvtransfer.integrations.vllm.block_lists import Blocks
     from kvtransfer.local.client import Connection
     from kvtransfer.rank_info import Topology
@@ -40,11 +42,13 @@ GroupFacts = tuple[tuple[int, int, int, bool], ...]
 
 
 class ConnectorWorker:
-    """One rank."""
+    """One rank. `packs`: the cache is kept in an order of its kernels, a plain copy lies beside it."""
 
-    def __init__(self, connection: Connection, topology: Topology, place: Place, *, packs: bool = False) -> None:
+    def __init__(
+        self, connection: Connection, topology: Topology, place: Place, chunks: BounceSettings, *, packs: bool = False
+    ) -> None:
         self._connection, self._topology, self._place = connection, topology, place
-        self._packs = packs
+        self._chunks, self._packs = chunks, packs
         self._packed: Packed | None = None
         self._sources: list[int] = []
         self._thread: AgentThread | None = None
@@ -58,7 +62,8 @@ class ConnectorWorker:
         return self._topology.flat_rank
 
     def register(self, config: Any, kv_caches: Mapping[str, Any]) -> None:
-        """register_kv_caches: the cache never moves from here on. Raises GeometryError, AgentError."""
+        """register_kv_caches: the cache never moves from here on. Raises GeometryError, AgentError, and ArenaError when
+        the device has no room for chunks."""
         cache = _tensor(next(iter(kv_caches.values())))
         memory, device = _where(cache)
         own_order = "as vLLM's kernels for CPUs keep them" if memory is MemoryKind.DRAM and not self._packs else ""
@@ -66,7 +71,10 @@ class ConnectorWorker:
         described = self._describe(groups, memory, device)
         self.groups = _facts(groups, described)
         welcome, rank = self._connection.welcome, self._topology.flat_rank
-        region, self._kept = host_scratch() if memory is MemoryKind.DRAM else _device_scratch(cache, device)
+        sends, region = welcome.role is InstanceRole.CONTEXT, described.table.regions[0]
+        bouncing, arenas = bounce_policy(self._chunks, region, sends=sends, receives=not sends)
+        probing, scratch = probe_policy(region, on_connect=welcome.probe, require_path=welcome.require_path)
+        self._kept = (*arenas, *scratch)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         sock = socket.socket(fileno=self._connection.sock.detach())
         sock.settimeout(None)
@@ -77,7 +85,8 @@ class ConnectorWorker:
             rank,
             self._topology,
             on_exit=self._ended,
-            probing=ProbePolicy(region, welcome.probe, welcome.require_path),
+            probing=probing,
+            bouncing=bouncing,
         )
         self._thread.start()
         self._serving = True
@@ -131,13 +140,6 @@ def _where(cache: Any) -> tuple[MemoryKind, int]:
     """Kind of memory and number of the device of a tensor."""
     device = cache.device
     return (MemoryKind.DRAM, 0) if device.type == "cpu" else (MemoryKind.VRAM, device.index or 0)
-
-
-def _device_scratch(cache: Any, device: int) -> tuple[RegisteredRegion, object]:
-    """Scratch memory on the device of a tensor, and what keeps it alive."""
-    scratch = cache.new_zeros(SCRATCH_BYTES // cache.element_size())
-    scratch[-1:].cpu()  # the zeros have been written: a peer may write from now on
-    return RegisteredRegion(scratch.data_ptr(), SCRATCH_BYTES, MemoryKind.VRAM, device), scratch
 
 
 def _facts(groups: list[SourcedGroup], described: Described) -> GroupFacts:
