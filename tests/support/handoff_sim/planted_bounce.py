@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.bounce.credits import Credits
 from kvtransfer.bounce_ports import ChunkReady, Grant
 from kvtransfer.session.bounce_receive import BounceReceive
 from kvtransfer.session.bounce_transmit import BounceTransmit
@@ -69,20 +68,6 @@ def waiting_chunks_are_forgotten_with_the_stream(patch: pytest.MonkeyPatch) -> N
 
     patch.setattr(BounceTransmit, "reconcile", reconcile)
     patch.setattr(BounceTransmit, "rank_said", rank_said)
-
-
-@planted
-def waiting_chunks_may_have_all_room_here(patch: pytest.MonkeyPatch) -> None:
-    """Chunks that wait for a peer that is cut off take up all the room of the context rank."""
-
-    def take_now(self, user, ticket, nbytes):
-        self.connect(user)
-        units = self._arena.units_of(nbytes)
-        if self._arena.largest_free < units:
-            return None
-        return self._give(user, ticket, units, nbytes)
-
-    patch.setattr(Credits, "take_now", take_now)
 
 
 @planted
