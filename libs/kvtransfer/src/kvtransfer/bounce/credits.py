@@ -138,7 +138,9 @@ class Credits(Generic[U, T]):
         it. A grant may be smaller than asked for: the rest is asked for again."""
         given: list[Given[T]] = []
         blocked = False
-        for ticket, (user, nbytes) in tuple(self._waiting.items()):
+        for ticket, (user, nbytes) in tuple(self._waiting.items()) if self._arena.free_units else ():
+            if not self._arena.free_units:
+                break
             units = self._room(user, self._arena.units_of(nbytes), at_once=blocked)
             if not units:
                 blocked = True

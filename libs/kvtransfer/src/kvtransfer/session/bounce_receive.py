@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of one writer: several windows of a prompt at once, each with as many chunks as may be under way.
+MOST_ASKED = 1 << 10
+
 Writer = tuple[int, int]
 # A rank, and whether its arena on the host is meant: `RankInfo.host_arena`.
 Place = tuple[int, bool]
@@ -50,6 +53,8 @@ class _Written:
 
     # Window and layer groups that the rank has been told to get ready for.
     prepared: set[tuple[TokenRange, tuple[int, ...]]] = field(default_factory=set["tuple[TokenRange, tuple[int, ...]]"])
+    # Chunks that it has asked for.
+    asked: int = 0
     seen: set[int] = field(default_factory=set[int])
     scattering: set[ChunkName] = field(default_factory=set[ChunkName])
     problem: str = ""
@@ -151,6 +156,10 @@ class BounceReceive:
         if (given := arena.find(name)) is not None:
             self._emit(ToPeer(peer, Grant(name, given.offset, given.nbytes)))
         elif not arena.knows(name):
+            writer = receive.writer(name)
+            if writer.asked - len(writer.seen) >= MOST_ASKED:
+                raise ProtocolError(f"rank {name.src_rank} asks for more than {MOST_ASKED} chunks at once")
+            writer.asked += 1
             arena.ask(peer, name, ready.nbytes)
             self._give(arena)
             self._prepare(peer, ready, receive)
