@@ -138,7 +138,7 @@ class Credits(Generic[U, T]):
         it. A grant may be smaller than asked for: the rest is asked for again."""
         given: list[Given[T]] = []
         blocked = False
-        for ticket, (user, nbytes) in tuple(self._waiting.items()) if self._arena.free_units else ():
+        for ticket, (user, nbytes) in tuple(self._waiting.items()):
             if not self._arena.free_units:
                 break
             units = self._room(user, self._arena.units_of(nbytes), at_once=blocked)
@@ -160,9 +160,10 @@ class Credits(Generic[U, T]):
         kept = sum(1 for other, holds in self._holds.items() if other != user and not holds)
         room = min(self._arena.free_units - kept, self._arena.largest_free)
         if self._holds[user]:
+            if at_once or room < 1:
+                return 0
             # What loose chunks hold may stay theirs for long: then less than asked for is better than to wait for it.
-            fits = wanted if wanted <= room else 1 << (room.bit_length() - 1) if self._loose and room >= 1 else 0
-            return 0 if at_once else fits
+            return wanted if wanted <= room else 1 << (room.bit_length() - 1) if self._loose else 0
         if at_once:
             return min(1, self._arena.free_units)
         if room < 1:

@@ -162,7 +162,7 @@ class BounceReceive:
             writer.asked += 1
             arena.ask(peer, name, ready.nbytes)
             self._give(arena)
-            self._prepare(peer, ready, receive)
+            self._prepare(peer, ready, receive, writer)
 
     def chunk(self, peer: PeerId, chunk: BounceChunk) -> None:
         """A chunk has been written. Nothing happens when its receive is over, or it has come before. Raises
@@ -245,15 +245,13 @@ class BounceReceive:
 
     # --- steps
 
-    def _prepare(self, peer: PeerId, ready: ChunkReady, receive: _Receive) -> None:
+    def _prepare(self, peer: PeerId, ready: ChunkReady, receive: _Receive, writer: _Written) -> None:
         """The rank plans its copies while the first chunk is on its way."""
-        name, part = ready.name, (ready.window, ready.layer_groups)
-        writer = receive.writer(name)
-        if ready.window is None or part in writer.prepared:
+        name, request = ready.name, receive.request
+        if ready.window is None or (part := (ready.window, ready.layer_groups)) in writer.prepared:
             return
-        writer.prepared.add((ready.window, ready.layer_groups))
-        request = receive.request
-        order = PrepareScatter(*peer, name, ready.window, ready.layer_groups, request.tokens, _mine(request, name))
+        writer.prepared.add(part)
+        order = PrepareScatter(*peer, name, *part, request.tokens, _mine(request, name))
         self._emit(ToRank(name.dst_rank, order))
 
     def _of(self, peer: PeerId, name: ChunkName) -> _Receive | None:
